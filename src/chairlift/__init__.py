@@ -1,0 +1,1 @@
+"""Chairlift serves large language models with continuous batching on a paged KV cache."""

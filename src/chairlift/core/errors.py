@@ -1,0 +1,21 @@
+"""What can go wrong, in words a user can act on: each error says what happened, with which value, and what to do."""
+
+
+class ChairliftError(Exception):
+    """Any failure that is not a bug of ours; its message is one line for the user."""
+
+
+class RequestError(ChairliftError):
+    """A request that cannot be served as asked; the engine goes on."""
+
+
+class SettingsError(ChairliftError):
+    """A setting with a value that cannot work."""
+
+
+class ModelError(ChairliftError):
+    """A model that cannot be found, read or run."""
+
+
+class CapacityError(ChairliftError):
+    """Not enough memory for what was asked."""

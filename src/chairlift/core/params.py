@@ -1,0 +1,117 @@
+"""SamplingParams: how the next token is chosen and when to stop, checked once when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chairlift.core.errors import RequestError
+
+GREEDY = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What one request asks of the sampler; the defaults sample from the model's own distribution.
+
+    >>> SamplingParams(temperature=0, max_tokens=32).is_greedy
+    True
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    seed: int | None = None  # None: the engine draws one for the request
+    max_tokens: int | None = 256  # None: until the context is full
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # how many alternatives beside the chosen token; 0: the chosen one alone
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # Normal forms, so that nothing downstream asks "string or list?" again.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check()
+
+    def _check(self) -> None:
+        _whole("n", self.n, 1, "use 1 or more")
+        _number("temperature", self.temperature, 0.0, math.inf, "use 0 for greedy, or a positive number")
+        _whole("top_k", self.top_k, -1, "use 0 for all tokens, or how many to keep")
+        _number("top_p", self.top_p, 0.0, 1.0, "use a share above 0 and up to 1")
+        if self.top_p == 0:
+            raise RequestError("top_p is 0, which keeps no token: use a share above 0 and up to 1")
+        _number("min_p", self.min_p, 0.0, 1.0, "use a share from 0 to 1")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "use a positive number; 1 is off")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty is 0, which divides by zero: use a positive number; 1 is off")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "use -2 to 2; 0 is off")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "use -2 to 2; 0 is off")
+        for token, bias in self.logit_bias.items():
+            _whole("a token id in logit_bias", token, 0, "use ids of the model's vocabulary")
+            _number(f"logit_bias of token {token}", bias, -100.0, 100.0, "use -100 to 100")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), "use a 64-bit whole number", 2**63 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, "use 1 or more, or None for as many as fit")
+        _whole("min_tokens", self.min_tokens, 0, "use 0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}: lower one or raise the other"
+            )
+        for name, strings in (("stop", self.stop), ("bad_words", self.bad_words)):
+            for text in strings:
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} holds {text!r}: each entry must be a non-empty string")
+        for token in self.stop_token_ids:
+            _whole("a token id in stop_token_ids", token, 0, "use ids of the model's vocabulary")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids is empty, which allows nothing: leave it out to allow all tokens")
+            for token in self.allowed_token_ids:
+                _whole("a token id in allowed_token_ids", token, 0, "use ids of the model's vocabulary")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None:
+                _whole(name, value, 0, "use 0 to 64 alternatives, or None for no log-probabilities", 64)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, with no randomness."""
+        return self.temperature == GREEDY
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(name: str, value: object, low: int, remedy: str, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}, not a whole number: {remedy}")
+    if value < low or (high is not None and value > high):
+        raise RequestError(f"{name} is {value}, out of range: {remedy}")
+
+
+def _number(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}, not a finite number: {remedy}")
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}, out of range: {remedy}")

@@ -1,0 +1,73 @@
+"""Slice, StepPlan and StepResult: what one forward pass computes, and what comes back from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from chairlift.core.request import FinishReason, Sequence
+
+
+class Slice(NamedTuple):
+    """`count` tokens of one sequence from `start`: a decode is a slice of 1, a prompt chunk a slice of many."""
+
+    sequence: Sequence
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a slice
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """One forward pass. An executor reads it, and the sequences in it, during `submit` only."""
+
+    slices: list[Slice] = field(default_factory=list)
+    # Who samples, and at which token of the flattened batch; a prompt that forks samples once for each sibling.
+    samples: list[Sequence] = field(default_factory=list)
+    sampled_at: list[int] = field(default_factory=list)
+    tokens: int = 0
+    # Sequences that took a row in this step: the executor writes their state there before the pass.
+    placed: list[Sequence] = field(default_factory=list)
+    # Sequences whose block table changed: its last block was copied, or blocks were added behind it.
+    grown: list[Sequence] = field(default_factory=list)
+    # Blocks to copy before the pass: every source is read before any target is written.
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.slices)
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of one token under the model, its rank, and the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of the prompt's tokens from position `start` on."""
+
+    start: int
+    entries: list[TokenLogprobs]
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """What a forward pass gave: one token for each of the plan's samples."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None
+
+
+class Event(NamedTuple):
+    """News of one sequence, for whoever streams it."""
+
+    sequence: Sequence
+    token: int | None = None
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    error: str | None = None

@@ -1,0 +1,106 @@
+"""Request and Sequence: what is asked, and how far it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from chairlift.core.blocks import BlockTable
+from chairlift.core.params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # the model, a stop token or a stop string ended it
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # the caller left
+    ERROR = "error"  # the step that held it failed
+
+
+class Phase(Enum):
+    """Where a sequence is: the scheduler alone moves it."""
+
+    WAITING = 0
+    RUNNING = 1
+    DONE = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt with its parameters, all in numbers: nothing in the engine reads text."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    arrival: float = 0.0
+    seed: int = 0  # params.seed, or what the engine drew
+    eos_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words in token ids
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence of this request."""
+        own = frozenset(self.params.stop_token_ids)
+        return own if self.params.ignore_eos else own | self.eos_ids
+
+
+class Sequence:
+    """One answer in the making: its tokens, of which the first `computed` have keys and values in the cache.
+
+    `pending` tokens are sampled on the device but not seen here yet; they come after `tokens`. `computed` counts what
+    has been planned, so a step in flight is already in it.
+    """
+
+    __slots__ = (
+        "computed",
+        "index",
+        "is_forked",
+        "limit",
+        "order",
+        "pending",
+        "phase",
+        "prompt_length",
+        "rank",
+        "request",
+        "row",
+        "started",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, order: int, limit: int, index: int = 0) -> None:
+        self.request = request
+        self.order = order  # the request's place among all that ever came
+        self.limit = limit  # the most tokens it may hold, prompt included
+        self.index = index  # which of the request's n answers
+        self.tokens = list(request.prompt)
+        self.prompt_length = len(request.prompt)
+        self.stop_ids = request.stop_ids
+        self.computed = 0
+        self.pending = 0
+        self.phase = Phase.WAITING
+        self.rank: tuple[float, int, int] = (0.0, order, index)
+        self.row = -1  # its seat in the batch while running: executors keep per-sequence state there
+        self.started: float | None = None  # when it first took a seat
+        self.is_forked = request.params.n == 1 or index > 0
+        self.table = BlockTable()
+
+    @property
+    def length(self) -> int:
+        """Tokens known and pending."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def seats(self) -> int:
+        """Seats it needs in the batch: all its siblings' until it forks."""
+        return 1 if self.is_forked else self.request.params.n
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request.id}#{self.index} {self.phase.name} {self.computed}/{self.length})"
