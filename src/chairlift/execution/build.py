@@ -1,0 +1,141 @@
+"""From settings to a running engine: every loose choice is made here, once."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from chairlift.core.batching import GATES
+from chairlift.core.blocks import BlockPool
+from chairlift.core.errors import ModelError, SettingsError
+from chairlift.core.policy import POLICIES
+from chairlift.core.preemption import PREEMPTIONS
+from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.settings import Settings
+from chairlift.engine.engine import Engine
+from chairlift.execution.capacity import Capacity, plan_capacity
+from chairlift.execution.executor import TorchExecutor
+from chairlift.models.checkpoint import Checkpoint, open_checkpoint
+from chairlift.models.config import ModelConfig, read_config
+from chairlift.models.decoder import Decoder
+from chairlift.models.loader import RandomTensors, load_decoder, tensor_shapes
+from chairlift.models.shapes import SHAPES
+from chairlift.models.sources import resolve
+from chairlift.ops.kv_cache import KvCache
+
+
+class WallClock:
+    """Real time."""
+
+    def now(self) -> float:
+        """Seconds that only go forward."""
+        return time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine ready to serve, and what it is made of."""
+
+    engine: Engine
+    config: ModelConfig
+    limits: Limits
+    capacity: Capacity
+    checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
+
+
+def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
+    """Find the model, load it, size the cache and join scheduler and executor."""
+    device = choose_device(settings.model.device)
+    checkpoint: Checkpoint | None = None
+    if settings.model.load_format == "dummy":
+        raw = config_alone(model)
+    else:
+        checkpoint = open_checkpoint(resolve(model, progress=progress))
+        raw = checkpoint.config
+    config = read_config(raw, settings.model.dtype, device.type)
+    limits = choose_limits(config, settings, device)
+    decoder = load(config, checkpoint, device, limits.max_length, progress)
+    share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
+    capacity = plan_capacity(decoder, limits, settings.cache.block_size, settings.cache.kv_tokens, share)
+    cache = KvCache(
+        config.layers, capacity.blocks, config.kv_heads, config.head_dim, capacity.block_size, config.dtype, device
+    )
+    scheduling = settings.scheduling
+    scheduler = Scheduler(
+        limits,
+        BlockPool(capacity.blocks, capacity.block_size),
+        policy=POLICIES[scheduling.policy](),
+        gate=GATES[scheduling.batching](),
+        prefill=PREFILL_MODES[scheduling.prefill](),
+        preemption=PREEMPTIONS[scheduling.preemption](),
+    )
+    overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
+    engine = Engine(scheduler, TorchExecutor(decoder, cache, limits), WallClock(), overlap=overlap)
+    return Built(engine, config, limits, capacity, checkpoint)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting means."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingsError(f"device {name!r} is unknown: use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"device {name!r} was asked for, but torch finds no CUDA device here: use cpu or auto")
+    return device
+
+
+def choose_limits(config: ModelConfig, settings: Settings, device: torch.device) -> Limits:
+    """The step's and the sequences' bounds."""
+    is_gpu = device.type == "cuda"
+    length = settings.model.max_length or config.max_length
+    if length > config.max_length:
+        raise SettingsError(
+            f"max_length is {length}, but the model was made for {config.max_length} tokens: lower it to that or less"
+        )
+    wanted = settings.scheduling
+    step_tokens = wanted.step_tokens or (8192 if is_gpu else 512)
+    sequences = wanted.max_sequences or min(256 if is_gpu else 64, step_tokens)
+    return Limits(sequences, step_tokens, length, config.vocab_size)
+
+
+def config_alone(model: str) -> dict[str, Any]:
+    """The config for random weights: a shape's name, a folder with a config.json, or such a file."""
+    if model in SHAPES:
+        return SHAPES[model]
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no config to make random weights from at {model!r} ({error}): give a folder with a config.json, "
+            f"such a file, or one of {', '.join(SHAPES)}"
+        ) from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} holds no JSON object: is it a model's config.json?")
+    return found
+
+
+def load(
+    config: ModelConfig, checkpoint: Checkpoint | None, device: torch.device, max_length: int, progress: bool
+) -> Decoder:
+    """The decoder on its device, with a bar while it is read."""
+    total = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) * config.dtype.itemsize
+    source = checkpoint or RandomTensors(config, device)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        task = bar.add_task("loading weights", total=total)
+        return load_decoder(config, source, device, max_length, lambda count: bar.advance(task, count))

@@ -1,0 +1,124 @@
+"""How large the KV cache can be: from free memory after a real pass, told in plain words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from chairlift.core.errors import CapacityError
+from chairlift.core.scheduler import Limits
+from chairlift.models.config import ModelConfig
+from chairlift.models.decoder import Decoder
+from chairlift.ops.attention import AttentionBatch
+from chairlift.ops.kv_cache import KvCache
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A cache size, and why."""
+
+    blocks: int
+    block_size: int
+    bytes_per_token: int
+    max_length: int
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens fit."""
+        return self.blocks * self.block_size
+
+    def __str__(self) -> str:
+        full = self.tokens // self.max_length
+        size = self.tokens * self.bytes_per_token / _MIB
+        return f"{self.tokens:,} tokens ({size:,.0f} MiB), {full:,} requests of the full {self.max_length:,} tokens"
+
+
+def plan_capacity(
+    decoder: Decoder, limits: Limits, block_size: int, kv_tokens: int | None, memory_share: float
+) -> Capacity:
+    """Blocks for `kv_tokens`, or for the share of memory that is left; an error with a remedy if one request can't fit."""
+    config = decoder.config
+    per_token = config.kv_bytes_per_token
+    useful = limits.max_sequences * -(-limits.max_length // block_size)  # more than this could never be held
+    free = _free_bytes(decoder, limits, block_size, memory_share)
+    if kv_tokens is not None:
+        blocks = -(-kv_tokens // block_size)
+        if blocks * block_size * per_token > free:
+            raise CapacityError(
+                f"a KV cache of {kv_tokens:,} tokens takes {kv_tokens * per_token / _MIB:,.0f} MiB and "
+                f"{free / _MIB:,.0f} MiB are free for it: lower kv_tokens or use a smaller model"
+            )
+    else:
+        blocks = min(useful, max(0, free) // (per_token * block_size))
+    capacity = Capacity(blocks, block_size, per_token, limits.max_length)
+    if capacity.tokens < limits.max_length:
+        raise CapacityError(
+            f"one request of max_length {limits.max_length:,} tokens needs "
+            f"{limits.max_length * per_token / _MIB:,.0f} MiB of KV cache, but there is room for {capacity.tokens:,} "
+            f"tokens: set max_length to {capacity.tokens:,} or less, or give the cache more memory"
+        )
+    return capacity
+
+
+def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, memory_share: float) -> int:
+    """Bytes that the cache may take once the largest step has what it needs."""
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+        before = torch.cuda.memory_allocated(decoder.device)
+        run_largest_step(decoder, limits, block_size)
+        torch.cuda.synchronize(decoder.device)
+        peak = torch.cuda.max_memory_allocated(decoder.device) - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(decoder.device)
+        return int(free - total * (1 - memory_share)) - peak
+    return int(available_memory() * memory_share) - activation_bytes(decoder.config, limits)
+
+
+def activation_bytes(config: ModelConfig, limits: Limits) -> int:
+    """What the largest step holds beside weights and cache: a few copies of the widest activations, and the logits."""
+    width = (
+        config.hidden_size * 3 + config.intermediate_size + (config.heads + 2 * config.kv_heads) * config.head_dim * 2
+    )
+    return 4 * (limits.step_tokens * width + limits.max_sequences * config.vocab_size * 3)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be had without swapping, within the container's limit if there is one."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+@torch.inference_mode()
+def run_largest_step(decoder: Decoder, limits: Limits, block_size: int) -> None:
+    """One forward pass as large as any will be, over a scratch cache: it shows what memory a step takes."""
+    config, device = decoder.config, decoder.device
+    count = min(limits.step_tokens, limits.max_length)
+    blocks = -(-count // block_size)
+    cache = KvCache(config.layers, blocks, config.kv_heads, config.head_dim, block_size, config.dtype, device)
+    places = torch.arange(count, device=device)
+    batch = AttentionBatch(
+        positions=places,
+        slots=places,
+        starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        contexts=torch.tensor([count], dtype=torch.int32, device=device),
+        tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+    )
+    hidden = decoder.forward(torch.zeros(count, dtype=torch.int32, device=device), batch, cache)
+    decoder.logits(hidden[: limits.max_sequences]).argmax(-1)

@@ -1,0 +1,128 @@
+"""The torch executor: one plan in, one forward pass over its flat batch, one token out for each of its samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.request import Sequence
+from chairlift.core.scheduler import Limits
+from chairlift.execution.rows import Rows
+from chairlift.execution.sampler import Sampler
+from chairlift.models.decoder import Decoder
+from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.sampling import score
+
+_SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """Log-probabilities of some tokens, still on the device."""
+
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    top_values: torch.Tensor
+    top_ids: torch.Tensor
+
+    def entries(self, counts: list[int]) -> list[TokenLogprobs]:
+        """As records, each with as many alternatives as were asked for."""
+        columns = [t.tolist() for t in (self.tokens, self.chosen, self.ranks, self.top_ids, self.top_values)]
+        return [
+            TokenLogprobs(token, logprob, rank, list(zip(ids[:count], values[:count], strict=True)))
+            for token, logprob, rank, ids, values, count in zip(*columns, counts, strict=True)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A step under way: what `collect` will wait for."""
+
+    tokens: torch.Tensor
+    done: torch.cuda.Event | None
+    scores: tuple[list[int], list[int], Scores] | None  # which samples, how many alternatives each, what they are
+    prompt_scores: list[tuple[Sequence, int, int, Scores]]
+
+
+class TorchExecutor:
+    """Runs plans on one device. `submit` may return before the device is done; `collect` waits."""
+
+    def __init__(self, decoder: Decoder, cache: KvCache, limits: Limits) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._device = decoder.device
+        self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device)
+        self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Start one forward pass."""
+        if plan.copies:
+            self._cache.copy(plan.copies)
+        self._rows.update(plan)
+        for sequence in plan.placed:
+            self._sampler.place(sequence)
+        inputs, batch = self._rows.gather(plan)
+        hidden = self._decoder.forward(inputs, batch, self._cache)
+        prompt_scores = self._score_prompts(plan.slices, hidden)
+        if not plan.samples:
+            return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
+        rows = np.array([sequence.row for sequence in plan.samples])
+        positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
+        logits = self._decoder.logits(hidden[torch.tensor(plan.sampled_at, device=self._device)])
+        scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.params.logprobs is not None]
+        raw = logits[scored].clone() if scored else logits  # what the model said, before penalties and temperature
+        tokens = self._sampler.sample(logits, rows, positions)
+        self._rows.put(rows, positions, tokens)
+        scores = None
+        if scored:
+            counts = [plan.samples[i].request.params.logprobs or 0 for i in scored]
+            scores = scored, counts, self._score(raw, tokens[scored], max(counts))
+        return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a pass and bring its tokens to the host."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        tokens = ticket.tokens.tolist()
+        logprobs: list[TokenLogprobs | None] | None = None
+        if ticket.scores is not None:
+            scored, counts, scores = ticket.scores
+            logprobs = [None] * len(tokens)
+            for i, entry in zip(scored, scores.entries(counts), strict=True):
+                logprobs[i] = entry
+        prompts = [
+            (sequence, PromptLogprobs(start, scores.entries([count] * len(scores.tokens))))
+            for sequence, start, count, scores in ticket.prompt_scores
+        ]
+        return StepResult(tokens, logprobs, prompts or None)
+
+    def _score_prompts(self, slices: list[Slice], hidden: torch.Tensor) -> list[tuple[Sequence, int, int, Scores]]:
+        """Log-probabilities of prompt tokens, each predicted by the token before it."""
+        found = []
+        offset = 0
+        for sequence, start, count in slices:
+            asked = sequence.request.params.prompt_logprobs
+            last = min(start + count, sequence.prompt_length - 1)
+            if asked is not None and sequence.index == 0:
+                for first in range(start, last, _SCORED_ROWS):
+                    stop = min(first + _SCORED_ROWS, last)
+                    logits = self._decoder.logits(hidden[offset + first - start : offset + stop - start])
+                    targets = self._rows.tokens[sequence.row, first + 1 : stop + 1].clone()
+                    found.append((sequence, first + 1, asked, self._score(logits, targets, asked)))
+            offset += count
+        return found
+
+    def _score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Scores:
+        return Scores(tokens, *score(logits, tokens, min(top, logits.shape[-1])))
+
+    def _record(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event

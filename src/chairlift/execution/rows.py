@@ -1,0 +1,68 @@
+"""Rows: what the device knows of each seat in the batch: its tokens so far and its block table."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from chairlift.core.plan import StepPlan
+from chairlift.core.request import Sequence
+from chairlift.ops.attention import AttentionBatch
+
+
+class Rows:
+    """Persistent device state, one row a seat.
+
+    Input tokens are read from here and sampled ones written here, so that a step can use the tokens of the step before
+    it without the host having seen them.
+    """
+
+    def __init__(self, seats: int, max_length: int, block_size: int, device: torch.device) -> None:
+        self.device = device
+        self.block_size = block_size
+        self.tokens = torch.zeros(seats, max_length + 1, dtype=torch.int32, device=device)
+        self._tables = np.zeros((seats, -(-max_length // block_size)), np.int32)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in who sat down and whose table grew."""
+        for sequence in plan.placed:
+            known = torch.tensor(sequence.tokens, dtype=torch.int32)
+            self.tokens[sequence.row, : len(known)] = known.to(self.device, non_blocking=True)
+            self._write_table(sequence)
+        for sequence in plan.grown:
+            self._write_table(sequence)
+
+    def _write_table(self, sequence: Sequence) -> None:
+        blocks = sequence.table.blocks
+        self._tables[sequence.row, : len(blocks)] = blocks
+
+    def gather(self, plan: StepPlan) -> tuple[torch.Tensor, AttentionBatch]:
+        """The flat batch of a plan: input tokens, and where each belongs."""
+        slices = plan.slices
+        rows = np.array([piece.sequence.row for piece in slices])
+        starts = np.array([piece.start for piece in slices])
+        counts = np.array([piece.count for piece in slices])
+        contexts = starts + counts
+        bounds = np.zeros(len(slices) + 1, np.int64)
+        np.cumsum(counts, out=bounds[1:])
+        owner = np.repeat(np.arange(len(slices)), counts)
+        positions = np.arange(plan.tokens) - bounds[owner] + starts[owner]
+        tables = self._tables[rows, : -(-int(contexts.max()) // self.block_size)]
+        blocks = tables[owner, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        places = self._send(positions)
+        batch = AttentionBatch(
+            positions=places,
+            slots=self._send(slots),
+            starts=self._send(bounds.astype(np.int32)),
+            contexts=self._send(contexts.astype(np.int32)),
+            tables=self._send(tables),
+        )
+        return self.tokens[self._send(rows[owner]), places], batch
+
+    def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
+        """Append sampled tokens to their rows."""
+        self.tokens[self._send(rows), self._send(positions)] = sampled.to(torch.int32)
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,152 @@
+"""The sampler: each row's own parameters, applied to the step's logits on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chairlift.core.request import Sequence
+from chairlift.ops import sampling
+
+_WIDE = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRules:
+    """What of a request cannot be told in one number: token ids to shift, allow or ban."""
+
+    bias: tuple[torch.Tensor, torch.Tensor] | None
+    allowed: torch.Tensor | None
+    stop_ids: torch.Tensor | None
+    min_length: int  # until the sequence is this long, its stop tokens are banned
+    bad_words: tuple[torch.Tensor, ...]
+
+
+class Sampler:
+    """Keeps each row's parameters in arrays, so that a step reads them all at once."""
+
+    def __init__(self, seats: int, tokens: torch.Tensor) -> None:
+        self._tokens = tokens  # [seats, length] everything each row holds, owned by Rows
+        self._device = tokens.device
+        self._temperature = np.zeros(seats, np.float32)
+        self._top_k = np.zeros(seats, np.int64)
+        self._top_p = np.ones(seats, np.float32)
+        self._min_p = np.zeros(seats, np.float32)
+        self._penalties = np.zeros((3, seats), np.float32)
+        self._has_penalties = np.zeros(seats, bool)
+        self._prompt_length = np.zeros(seats, np.int64)
+        self._seed = np.zeros(seats, np.uint64)
+        self._rules: dict[int, RowRules] = {}
+
+    def place(self, sequence: Sequence) -> None:
+        """Write a newcomer's parameters to its row."""
+        row, params = sequence.row, sequence.request.params
+        self._temperature[row] = params.temperature
+        self._top_k[row] = max(params.top_k, 0)
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._penalties[:, row] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._has_penalties[row] = params.has_penalties
+        self._prompt_length[row] = sequence.prompt_length
+        # Siblings differ by their index alone.
+        self._seed[row] = _mix(sequence.request.seed + sequence.index * 0xD1B54A32D192ED03)
+        self._rules.pop(row, None)
+        rules = self._read_rules(sequence)
+        if rules is not None:
+            self._rules[row] = rules
+
+    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """One token for each row of logits, which may be changed; it will stand at `positions`."""
+        for i, row in enumerate(rows.tolist()) if self._rules else ():
+            if row in self._rules:
+                self._apply_rules(logits[i], self._rules[row], row, int(positions[i]))
+        penalized = np.flatnonzero(self._has_penalties[rows])
+        if penalized.size:
+            self._apply_penalties(logits, penalized, rows[penalized], positions[penalized])
+        random = np.flatnonzero(self._temperature[rows] > 0)
+        if not random.size:
+            return logits.argmax(-1)
+        if random.size == rows.size:
+            return self._draw(logits, rows, positions)
+        tokens = logits.argmax(-1)
+        index = self._send(random)
+        tokens[index] = self._draw(logits[index], rows[random], positions[random])
+        return tokens
+
+    def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        logits = logits / self._send(self._temperature[rows])[:, None]
+        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
+        if (top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any():
+            logits = sampling.keep_likeliest(logits, self._send(top_k), self._send(top_p), self._send(min_p))
+        return logits.add_(sampling.gumbel(self._send(self._keys(rows, positions)), logits.shape[-1])).argmax(-1)
+
+    def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Two 32-bit keys from (seed, position): all the randomness there is."""
+        with np.errstate(over="ignore"):
+            mixed = _mix_array(self._seed[rows] + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        return np.stack([mixed >> np.uint64(32), mixed & np.uint64(0xFFFFFFFF)], axis=1).astype(np.int64)
+
+    def _apply_penalties(self, logits: torch.Tensor, which: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
+        index = self._send(which)
+        part = logits[index]
+        sampling.penalize_(
+            part,
+            self._tokens[self._send(rows), : int(lengths.max())],
+            self._send(self._prompt_length[rows]),
+            self._send(lengths),
+            *(self._send(values) for values in self._penalties[:, rows]),
+        )
+        logits[index] = part
+
+    def _apply_rules(self, logits: torch.Tensor, rule: RowRules, row: int, position: int) -> None:
+        if rule.bias is not None:
+            ids, values = rule.bias
+            logits[ids] += values
+        if rule.allowed is not None:
+            allowed = logits[rule.allowed]
+            logits.fill_(-torch.inf)
+            logits[rule.allowed] = allowed
+        if rule.stop_ids is not None and position < rule.min_length:
+            logits[rule.stop_ids] = -torch.inf
+        for word in rule.bad_words:
+            begun = len(word) - 1
+            if begun > position:
+                continue
+            matches = (self._tokens[row, position - begun : position] == word[:-1]).all()
+            logits[word[-1]] = torch.where(matches, -torch.inf, logits[word[-1]])
+
+    def _read_rules(self, sequence: Sequence) -> RowRules | None:
+        params, request = sequence.request.params, sequence.request
+        must_go_on = params.min_tokens > 0 and bool(sequence.stop_ids)
+        if not (params.logit_bias or params.allowed_token_ids or request.bad_words or must_go_on):
+            return None
+        bias = None
+        if params.logit_bias:
+            bias = self._ids(params.logit_bias), torch.tensor(list(params.logit_bias.values()), device=self._device)
+        return RowRules(
+            bias=bias,
+            allowed=self._ids(params.allowed_token_ids) if params.allowed_token_ids else None,
+            stop_ids=self._ids(sequence.stop_ids) if must_go_on else None,
+            min_length=sequence.prompt_length + params.min_tokens,
+            bad_words=tuple(self._ids(word) for word in request.bad_words),
+        )
+
+    def _ids(self, ids: object) -> torch.Tensor:
+        return torch.tensor(list(ids), dtype=torch.int64, device=self._device)  # type: ignore[call-overload]
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _mix(seed: int) -> int:
+    """Spread a seed over 64 bits, so that neighbouring seeds have nothing in common."""
+    return int(_mix_array(np.array([seed & _WIDE], np.uint64))[0])
+
+
+def _mix_array(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

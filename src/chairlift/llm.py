@@ -1,0 +1,309 @@
+"""LLM: the engine in your own process, from text to text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from chairlift.core.errors import RequestError
+from chairlift.core.params import SamplingParams
+from chairlift.core.plan import Event
+from chairlift.core.request import Request
+from chairlift.core.settings import Settings
+from chairlift.execution.build import Built, build
+from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint
+from chairlift.models.sources import DEFAULT_MODEL
+from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
+from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.template import render
+from chairlift.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model and the engine that runs it, in this process.
+
+    >>> llm = LLM()                                           # doctest: +SKIP
+    >>> llm.generate("The capital of France is")[0].outputs[0].text  # doctest: +SKIP
+    ' Paris.'
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = True, **settings: Any) -> None:
+        self.settings = Settings.of(**settings)
+        self.model = model
+        self._progress = progress
+        self._built: Built = build(model, self.settings, progress=progress)
+        self.engine = self._built.engine
+        self.config = self._built.config
+        self.capacity = self._built.capacity
+        self.tokenizer = read_tokenizer(self._built.checkpoint)
+        self._ids = count()
+        self._seeds = random.Random(self.settings.model.seed)
+        self._tracks: dict[str, _Track] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (text or token ids), all in one continuous batch, in the order given."""
+        listed = as_list(prompts)
+        choices = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(choices) != len(listed):
+            raise RequestError(
+                f"{len(listed)} prompts came with {len(choices)} sampling params: give one, or one for each"
+            )
+        tracks: list[_Track] = []
+        try:
+            for prompt, chosen in zip(listed, choices, strict=True):
+                tracks.append(self._submit(prompt, chosen))
+            self._run(tracks, self._progress if progress is None else progress)
+        finally:
+            self._leave(tracks)
+        return [track.output for track in tracks]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; further keywords go to the chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = messages if several else [messages]
+        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Answer one prompt piece by piece; leaving the loop early ends the request."""
+        track = self._submit(prompt, params or SamplingParams())
+        return self._stream(track)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[Chunk]:
+        """Answer a conversation piece by piece."""
+        return self.stream(self.chat_prompt(messages, **template), params)
+
+    def chat_prompt(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """The token ids of a conversation, through the model's own chat template."""
+        tokenizer = self._require_tokenizer()
+        if tokenizer.chat_template is None:
+            raise RequestError(f"{self.model} has no chat template: use generate() with a plain prompt")
+        text = render(
+            tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template
+        )
+        return tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for request_id in list(self._tracks):
+            self._dispatch(self.engine.abort(request_id))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- requests in
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> _Track:
+        text, ids = self._encode(prompt)
+        tokenizer = self.tokenizer
+        if tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError(f"{self.model} has no tokenizer, so stop and bad_words cannot be read: use token ids")
+        request = Request(
+            id=f"r{next(self._ids)}",
+            prompt=ids,
+            params=params,
+            arrival=self.engine.clock.now(),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_ids=self._eos_ids(),
+            bad_words=spell_bad_words(params.bad_words, tokenizer),
+        )
+        self.engine.submit(request)
+        track = _Track(request, text, tokenizer)
+        self._tracks[request.id] = track
+        return track
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise RequestError('a prompt given as a mapping needs "prompt" or "prompt_token_ids"')
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty: give at least one character")
+            return prompt, self._require_tokenizer().encode(prompt)
+        ids = list(prompt)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"the prompt holds {token!r}, not a token id: give text or a list of whole numbers")
+        return None, ids
+
+    def _eos_ids(self) -> frozenset[int]:
+        own = self.tokenizer.eos_token_id if self.tokenizer else None
+        return self.config.eos_ids | (frozenset() if own is None else {own})
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.model} has random weights and no tokenizer: give prompts as token ids")
+        return self.tokenizer
+
+    # ---- news out
+
+    def _run(self, tracks: list[_Track], progress: bool) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+        )
+        clock = self.engine.clock
+        start = clock.now()
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+            task = bar.add_task("generating", total=len(tracks), speed="")
+            tokens = 0
+            while not all(track.output.finished for track in tracks):
+                tokens += self._step()
+                if progress:
+                    speed = f"{tokens / max(clock.now() - start, 1e-9):,.0f} tok/s"
+                    bar.update(task, completed=sum(track.output.finished for track in tracks), speed=speed)
+        for track in tracks:
+            if error := track.error:
+                raise RequestError(f"request {track.request.id} failed: {error}")
+
+    def _step(self) -> int:
+        return self._dispatch(self.engine.step())
+
+    def _dispatch(self, events: list[Event]) -> int:
+        """Hand events to their requests; the number of tokens among them."""
+        tokens = 0
+        for event in events:
+            tokens += event.token is not None
+            track = self._tracks.get(event.sequence.request.id)
+            if track is None:
+                continue
+            if track.read(event, self.engine.clock.now):
+                self._dispatch(self.engine.stop(event.sequence))
+            if track.output.finished:
+                del self._tracks[track.request.id]
+        return tokens
+
+    def _stream(self, track: _Track) -> Iterator[Chunk]:
+        try:
+            while True:
+                yield from track.take_chunks()
+                if track.output.finished:
+                    break
+                self._step()
+            if track.error:
+                raise RequestError(f"request {track.request.id} failed: {track.error}")
+        finally:
+            self._leave([track])
+
+    def _leave(self, tracks: list[_Track]) -> None:
+        """Whatever was not finished when the caller left is ended."""
+        for track in tracks:
+            if not track.output.finished:
+                self._dispatch(self.engine.abort(track.request.id))
+                self._tracks.pop(track.request.id, None)
+
+
+class _Track:
+    """One request on its way: the readers of its answers, and its times."""
+
+    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        params = request.params
+        self._readers = [AnswerReader(i, request.prompt, params, tokenizer) for i in range(params.n)]
+        self.output = RequestOutput(
+            request_id=request.id,
+            prompt=text,
+            prompt_token_ids=request.prompt,
+            outputs=[reader.answer for reader in self._readers],
+            metrics=RequestMetrics(request.arrival),
+        )
+        if params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None] * len(request.prompt)
+        self._chunks: list[Chunk] = []
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed, if it did."""
+        return next((answer.error for answer in self.output.outputs if answer.error), None)
+
+    def read(self, event: Event, now: Callable[[], float]) -> bool:
+        """Take in one event; True if the answer's text just met a stop string, so that the sequence must be stopped."""
+        if event.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
+            start, entries = event.prompt_logprobs
+            self.output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
+        reader = self._readers[event.sequence.index]
+        was_open = reader.answer.finish_reason is None
+        new = reader.read(event)
+        metrics = self.output.metrics
+        if event.token is not None:
+            if metrics.first_token is None:
+                metrics.first_token, metrics.started = now(), event.sequence.started
+            metrics.output_tokens += was_open
+        reason = reader.answer.finish_reason
+        if was_open and (event.token is not None or reason):
+            ids = [] if event.token is None else [event.token]
+            self._chunks.append(Chunk(new, ids, event.sequence.index, reason))
+        if event.finish_reason in ("abort", "error") and event.sequence.index == 0:
+            for other in self._readers:  # siblings that were never born end with it
+                other.answer.finish_reason = other.answer.finish_reason or str(event.finish_reason)
+        if all(answer.finish_reason for answer in self.output.outputs) and not self.output.finished:
+            self.output.finished, metrics.finished = True, now()
+        return was_open and reason is not None and event.finish_reason is None
+
+    def take_chunks(self) -> list[Chunk]:
+        """What has come since the last call."""
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]  # type: ignore[list-item]  # the ids of one prompt
+    return listed  # type: ignore[return-value]
+
+
+def read_tokenizer(checkpoint: Checkpoint | None) -> Tokenizer | None:
+    """The checkpoint's own tokenizer; random weights have none."""
+    if checkpoint is None:
+        return None
+    if isinstance(checkpoint, GgufCheckpoint):
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+def spell_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Bad words in token ids, at the start of a text and after a space."""
+    if tokenizer is None:
+        return ()
+    spelled = (tokenizer.encode(lead + word, add_special_tokens=False) for word in words for lead in ("", " "))
+    return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))

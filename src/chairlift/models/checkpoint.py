@@ -1,0 +1,193 @@
+"""What a model on disk offers, whatever its format: a config and tensors, in Hugging Face's words."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from chairlift.core.errors import ModelError
+from chairlift.models.gguf import GgufFile
+from chairlift.models.gguf_config import ROPE_FACTORS, hf_config, hf_layout, hf_name
+from chairlift.models.safetensors_file import SafetensorsFile
+
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint(Protocol):
+    """A model's config and weights."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or file it was opened from."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json, with generation_config.json under "generation_config" where there is one."""
+
+    def names(self) -> list[str]:
+        """The tensors, by Hugging Face's names."""
+
+    def nbytes(self) -> int:
+        """How many bytes all tensors have on disk."""
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+        """One tensor; without a type as it is stored, or as float32 if that is quantized."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder of safetensors, a folder with one GGUF file, or a GGUF file.
+
+    >>> checkpoint = open_checkpoint(resolve("smollm2-135m"))  # doctest: +SKIP
+    >>> checkpoint.config["num_hidden_layers"], len(checkpoint.names())  # doctest: +SKIP
+    (30, 272)
+    """
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if any(path.glob("*.safetensors")) or not ggufs:
+            return SafetensorsCheckpoint(path)
+        if len(ggufs) > 1:
+            raise ModelError(f"{path} holds several GGUF files; name one: {', '.join(each.name for each in ggufs)}")
+        return GgufCheckpoint(ggufs[0])
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} is only the weights: name its folder, which must also hold config.json")
+    if not path.exists():
+        raise ModelError(f"{path} does not exist: expected a folder with config.json and safetensors, or a GGUF file")
+    return GgufCheckpoint(path)
+
+
+class SafetensorsCheckpoint:
+    """A folder as the Hugging Face hub has it: config.json and one or more safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config = _read_json(folder / "config.json")
+        if (folder / "generation_config.json").exists():
+            self.config["generation_config"] = _read_json(folder / "generation_config.json")
+        self._files: dict[str, SafetensorsFile] = {}
+        for shard in self._shards():
+            file = SafetensorsFile(shard)
+            twice = sorted(self._files.keys() & file.tensors.keys())
+            if twice:
+                raise ModelError(
+                    f"{shard} and another file of its folder both hold tensor {twice[0]}: remove one of them"
+                )
+            self._files.update(dict.fromkeys(file.tensors, file))
+        self._check_index()
+
+    def names(self) -> list[str]:
+        """The tensors, by the names they are stored under."""
+        return list(self._files)
+
+    def nbytes(self) -> int:
+        """How many bytes all tensors have on disk."""
+        return sum(file.tensors[name].nbytes for name, file in self._files.items())
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+        """One tensor: a view of the file unless the type or the device is another."""
+        if name not in self._files:
+            raise _missing(self.path, name, self.names())
+        return self._files[name].read(name).to(device=device, dtype=dtype)
+
+    def _weight_map(self) -> dict[str, str]:
+        """Which shard has which tensor, by the index; empty without one."""
+        index = self.path / INDEX
+        if not index.exists():
+            return {}
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} has no weight_map: the file is damaged; delete it and fetch it again")
+        return {str(name): str(file) for name, file in weight_map.items()}
+
+    def _shards(self) -> list[Path]:
+        """The files which together are the model."""
+        named = sorted(set(self._weight_map().values()))
+        if named:
+            missing = [name for name in named if not (self.path / name).is_file()]
+            if missing:
+                raise ModelError(
+                    f"{self.path} lacks {missing[0]} ({len(missing)} of the {len(named)} files in {INDEX}): "
+                    "the download is incomplete; fetch the model again"
+                )
+            return [self.path / name for name in named]
+        whole = self.path / "model.safetensors"
+        shards = [whole] if whole.is_file() else sorted(self.path.glob("*.safetensors"))
+        if not shards:
+            raise self._no_weights()
+        return shards
+
+    def _no_weights(self) -> ModelError:
+        pickles = [each.name for end in ("bin", "pt", "pth") for each in self.path.glob(f"*.{end}")]
+        if pickles:
+            return ModelError(
+                f"{self.path} holds weights only as {pickles[0]}, a pickle, which can run any code when it is loaded: "
+                "only safetensors and GGUF are read; look for the same model in one of them, or convert it"
+            )
+        return ModelError(f"{self.path} holds no weights: expected *.safetensors next to config.json, or a GGUF file")
+
+    def _check_index(self) -> None:
+        for name, shard in self._weight_map().items():
+            if name not in self._files:
+                raise ModelError(
+                    f"{self.path}: {INDEX} says that {shard} holds tensor {name}, but it does not: "
+                    "the files are of different models; fetch the model again"
+                )
+
+
+class GgufCheckpoint:
+    """One GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GgufFile(path)
+        self.config = hf_config(self._file)
+        try:
+            self._gguf_names = {hf_name(name): name for name in self._file.tensors if name != ROPE_FACTORS}
+        except ModelError as problem:
+            raise ModelError(f"{path}: {problem}") from problem
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The file's own metadata: it also carries the tokenizer and the chat template."""
+        return self._file.metadata
+
+    def names(self) -> list[str]:
+        """The tensors, by Hugging Face's names."""
+        return list(self._gguf_names)
+
+    def nbytes(self) -> int:
+        """How many bytes all tensors have on disk."""
+        return sum(self._file.tensors[name].nbytes for name in self._gguf_names.values())
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+        """One tensor, dequantized, with its rows in Hugging Face's order."""
+        gguf_name = self._gguf_names.get(name)
+        if gguf_name is None:
+            raise _missing(self.path, name, self.names())
+        stored = self._file.tensors[gguf_name].type.plain
+        weights = self._file.read(gguf_name, dtype or stored or torch.float32, device)
+        return hf_layout(weights, gguf_name, self.config)
+
+
+def _missing(path: Path, name: str, names: list[str]) -> ModelError:
+    some = ", ".join(names[:3])
+    return ModelError(
+        f"{path} has no tensor {name} (it has {len(names)}: {some}, ...): "
+        "the checkpoint is incomplete or of another architecture than its config says"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as problem:
+        raise ModelError(
+            f"{path.parent} has no {path.name}: expected a model folder as on the Hugging Face hub, or a GGUF file"
+        ) from problem
+    except (ValueError, RecursionError) as problem:
+        raise ModelError(f"{path} is not JSON ({problem}): delete it and fetch it again") from problem
+    except OSError as problem:
+        raise ModelError(f"{path} cannot be read: {problem.strerror or problem}") from problem
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object: delete it and fetch it again")
+    return value

@@ -1,0 +1,206 @@
+"""Reads GGUF, the one-file model format: typed metadata, then tensors in block formats (see gguf_quants).
+
+Every length in the file is checked against the file's end before it is used, so a truncated or damaged file is a
+`ModelError` and nothing else.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chairlift.core.errors import ModelError
+from chairlift.models.gguf_quants import FORMATS, UNREAD, BlockFormat, dequantize
+from chairlift.models.mapped import REFETCH, map_file
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMENSIONS = 4
+
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The struct code of each numeric metadata type."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies in the file; the shape is in torch's order, the last dimension contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockFormat
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.type.values * self.type.nbytes
+
+
+class GgufFile:
+    """An open GGUF file: `metadata` and `tensors` at once, weights when they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data = map_file(path)
+        header = _Header(path, self._data)
+        tensor_count, metadata_count = header.counts()
+        self.metadata: dict[str, Any] = dict(header.entry() for _ in range(metadata_count))
+        infos = [header.tensor() for _ in range(tensor_count)]
+        start = header.data_start(self.metadata.get("general.alignment", 32))
+        self.tensors = self._place(infos, start)
+
+    def read(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
+        """The weights of one tensor; bytes cross to the device before they grow into weights there.
+
+        >>> file = GgufFile(resolve("smollm2-135m"))  # doctest: +SKIP
+        >>> file.read("output_norm.weight").shape  # doctest: +SKIP
+        torch.Size([576])
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self.path} has no tensor {name}: the file is not a whole model of its architecture")
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
+        return dequantize(raw.to(device), tensor.type, dtype).view(tensor.shape)
+
+    def _place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
+        """Turn offsets into the data section into offsets into the file, and check that the file holds them."""
+        tensors: dict[str, GgufTensor] = {}
+        size = len(self._data)
+        for info in infos:
+            tensor = GgufTensor(info.name, info.shape, info.type, start + info.offset)
+            end = tensor.offset + tensor.nbytes
+            if end > size:
+                raise ModelError(
+                    f"{self.path}: tensor {tensor.name} ends at byte {end} but the file has {size}: "
+                    f"the download is incomplete; {REFETCH}"
+                )
+            if tensor.offset % 8 or tensor.name in tensors:
+                wrong = "appears twice" if tensor.name in tensors else f"begins at the odd byte {tensor.offset}"
+                raise ModelError(f"{self.path}: tensor {tensor.name} {wrong}: the file is damaged; {REFETCH}")
+            tensors[tensor.name] = tensor
+        return tensors
+
+
+class _Header:
+    """A cursor over the header which cannot run past the end of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.at = 0
+
+    def counts(self) -> tuple[int, int]:
+        """Check what kind of file this is; how many tensors and metadata entries follow."""
+        magic = self.data[:4]
+        if magic != MAGIC:
+            raise ModelError(f"{self.path} is not a GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
+        self.at = 4
+        (version,) = self.numbers("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            kind = f"big-endian GGUF version {swapped}" if swapped in VERSIONS else f"GGUF version {version}"
+            raise ModelError(f"{self.path} is {kind}; little-endian versions 2 and 3 are read: fetch a newer file")
+        tensors, entries = self.numbers("QQ")
+        return tensors, entries
+
+    def entry(self) -> tuple[str, Any]:
+        """One metadata entry."""
+        key = self.string()
+        (kind,) = self.numbers("I")
+        if kind in NUMBERS:
+            return key, self.numbers(NUMBERS[kind])[0]
+        if kind == STRING:
+            return key, self.string()
+        if kind == ARRAY:
+            return key, self.array()
+        raise self.damaged(f"metadata type {kind} of {key!r}")
+
+    def tensor(self) -> GgufTensor:
+        """One tensor's description; its offset still counts from the start of the data."""
+        name = self.string()
+        if not name.isprintable():
+            raise self.damaged(f"tensor name {name!r}")
+        (rank,) = self.numbers("I")
+        if rank > MAX_DIMENSIONS:
+            raise self.damaged(f"{rank} dimensions of tensor {name}")
+        shape = self.numbers(f"{rank}Q")[::-1]
+        kind, offset = self.numbers("IQ")
+        form = FORMATS.get(kind)
+        if form is None:
+            supported = ", ".join(each.name for each in FORMATS.values())
+            raise ModelError(
+                f"{self.path}: tensor {name} has type {UNREAD.get(kind, kind)}, which is not read; "
+                f"use a file quantized with {supported} (for example Q4_K_M)"
+            )
+        if 0 in shape or not shape or shape[-1] % form.values:
+            raise self.damaged(f"shape {shape} of {form.name} tensor {name}")
+        return GgufTensor(name, shape, form, offset)
+
+    def data_start(self, alignment: object) -> int:
+        """Where the first tensor's bytes lie, after the header and its padding."""
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+            raise self.damaged(f"alignment {alignment!r}")
+        return -(-self.at // alignment) * alignment
+
+    def numbers(self, codes: str) -> tuple[Any, ...]:
+        """The next numbers, packed without padding."""
+        start = self.skip(struct.calcsize(f"<{codes}"))
+        return struct.unpack_from(f"<{codes}", self.data, start)
+
+    def string(self) -> str:
+        """The next string: its length, then UTF-8."""
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """The next strings; the one loop of the reader that runs hundreds of thousands of times."""
+        data, at, size = self.data, self.at, len(self.data)
+        length_at = struct.Struct("<Q").unpack_from
+        strings = []
+        try:
+            for _ in range(count):
+                start = at + 8
+                at = start + length_at(data, at)[0]
+                if at > size:
+                    raise self.cut_off()
+                strings.append(data[start:at].decode())
+        except struct.error as problem:
+            raise self.cut_off() from problem
+        except UnicodeDecodeError as problem:
+            raise self.damaged(f"string which ends at byte {at} and is not UTF-8") from problem
+        self.at = at
+        return strings
+
+    def array(self) -> list[Any]:
+        """The next array: the type of its elements, their number, then they."""
+        kind, count = self.numbers("IQ")
+        if kind == STRING:
+            return self.strings(count)
+        if kind not in NUMBERS:
+            raise self.damaged(f"array elements of type {kind}")
+        if count > len(self.data):  # before struct sees it: its own limits are other errors
+            raise self.cut_off()
+        return list(self.numbers(f"{count}{NUMBERS[kind]}"))
+
+    def skip(self, count: int) -> int:
+        """Step over bytes which must be there; where they began."""
+        start = self.at
+        self.at = start + count
+        if self.at > len(self.data):
+            raise self.cut_off()
+        return start
+
+    def cut_off(self) -> ModelError:
+        """The file ends inside its header."""
+        return ModelError(
+            f"{self.path}: the header goes on past the file's {len(self.data)} bytes: "
+            f"the download is incomplete; {REFETCH}"
+        )
+
+    def damaged(self, what: str) -> ModelError:
+        """The header says something which cannot be."""
+        return ModelError(f"{self.path}: {what}, before byte {self.at}: the file is damaged; {REFETCH}")

@@ -1,0 +1,186 @@
+"""The block formats of GGUF weights, unpacked with torch so that it works wherever the bytes are.
+
+A block is a few scales and a run of small integers, and each format here is one function from blocks, `(n, nbytes)`
+uint8, to weights, `(n, values)` float32. Products and sums stay separate operations: a fused multiply-add rounds once
+instead of twice, and the weights would then differ from other readers' in the last bit, by machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20
+"""Weights unpacked at a time: the intermediate tensors of a chunk stay in cache, and its few calls cost little."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """How one GGUF tensor type lays out weights in bytes."""
+
+    name: str
+    values: int
+    nbytes: int
+    unpack: Callable[[Tensor], Tensor]
+    plain: torch.dtype | None = None
+    """The torch type the bytes already are, for formats which are not quantized."""
+
+
+def dequantize(raw: Tensor, form: BlockFormat, dtype: torch.dtype) -> Tensor:
+    """Unpack the bytes of a tensor into a flat tensor of weights.
+
+    >>> half = torch.tensor([1.0, -2.0], dtype=torch.float16)
+    >>> dequantize(half.view(torch.uint8), FORMATS[1], torch.float32)
+    tensor([ 1., -2.])
+    """
+    blocks = raw.view(-1, form.nbytes)
+    if form.plain is not None:
+        return form.unpack(blocks).view(-1).to(dtype)
+    weights = torch.empty(len(blocks), form.values, dtype=dtype, device=raw.device)
+    step = CHUNK // form.values
+    for start in range(0, len(blocks), step):
+        weights[start : start + step] = form.unpack(blocks[start : start + step])
+    return weights.view(-1)
+
+
+def f32(blocks: Tensor) -> Tensor:
+    """Four bytes are a float."""
+    return blocks.view(torch.float32)
+
+
+def f16(blocks: Tensor) -> Tensor:
+    """Two bytes are an IEEE half."""
+    return blocks.view(torch.float16)
+
+
+def bf16(blocks: Tensor) -> Tensor:
+    """Two bytes are the upper half of a float."""
+    return blocks.view(torch.bfloat16)
+
+
+def q8_0(blocks: Tensor) -> Tensor:
+    """A scale, then 32 signed bytes."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
+
+
+def q4_0(blocks: Tensor) -> Tensor:
+    """A scale, then 32 nibbles centred on 8."""
+    return _centred(_nibbles(blocks[:, 2:]), 8).mul_(_halves(blocks, 0))
+
+
+def q4_1(blocks: Tensor) -> Tensor:
+    """A scale and a minimum, then 32 nibbles."""
+    return _nibbles(blocks[:, 4:]).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def q5_0(blocks: Tensor) -> Tensor:
+    """A scale, 32 fifth bits, then 32 nibbles; centred on 16."""
+    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _centred(numbers, 16).mul_(_halves(blocks, 0))
+
+
+def q5_1(blocks: Tensor) -> Tensor:
+    """A scale and a minimum, 32 fifth bits, then 32 nibbles."""
+    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return numbers.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+
+
+def q4_k(blocks: Tensor) -> Tensor:
+    """256 nibbles in 8 groups, each with a 6-bit scale and a 6-bit minimum of two shared halves."""
+    scales, minimums = _group_scales(blocks)
+    numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    return numbers.float().mul_(scales).sub_(minimums).view(-1, 256)
+
+
+def q5_k(blocks: Tensor) -> Tensor:
+    """As Q4_K, with the fifth bits of group g in bit g of 32 bytes."""
+    scales, minimums = _group_scales(blocks)
+    numbers = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    high = blocks[:, 16:48].contiguous()
+    for group in range(8):
+        numbers[:, group] |= (high >> group & 1) << 4
+    return numbers.float().mul_(scales).sub_(minimums).view(-1, 256)
+
+
+def q6_k(blocks: Tensor) -> Tensor:
+    """256 six-bit numbers centred on 32, in 16 groups with a signed byte as scale, of one shared half."""
+    scales = blocks[:, 192:208].view(torch.int8).float().mul_(_halves(blocks, 208))
+    # Each half block is four runs of 32: the low nibbles of 64 bytes, then their high nibbles; a byte of `high` holds
+    # the upper two bits of one number of each run.
+    numbers = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
+    high = blocks[:, 128:192].contiguous().view(-1, 2, 32)
+    for run in range(4):
+        numbers[:, :, run] |= (high >> 2 * run & 3) << 4
+    return _centred(numbers, 32).view(-1, 16, 16).mul_(scales.unsqueeze(-1)).view(-1, 256)
+
+
+def _halves(blocks: Tensor, start: int) -> Tensor:
+    """The IEEE half at one byte of every block, as a float column."""
+    return blocks[:, start : start + 2].view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The low nibbles of each run of bytes, then its high ones."""
+    packed = packed.contiguous()  # shifting rows of a few bytes in place of one long run takes ten times as long
+    return torch.stack((packed & 15, packed >> 4), dim=-2).flatten(-2)
+
+
+def _centred(numbers: Tensor, zero: int) -> Tensor:
+    """Floats of unsigned numbers which stand for 0 at `zero`."""
+    return numbers.view(torch.int8).sub_(zero).float()
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """The bits of four bytes, lowest first, each worth 16."""
+    shifts = torch.arange(32, dtype=torch.int32, device=packed.device)
+    return (packed.contiguous().view(torch.int32) >> shifts & 1).to(torch.uint8) << 4
+
+
+def _group_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 minimums of a K block, from the 12 bytes which pack them."""
+    # Bytes 0-3 and 4-7 hold the first four scales and minimums in their low 6 bits, and in their top 2 bits the upper
+    # bits of the last four, whose lower nibbles share bytes 8-11.
+    first, second, shared = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 63, (shared & 15) | (first >> 6) << 4), dim=1)
+    minimums = torch.cat((second & 63, (shared >> 4) | (second >> 6) << 4), dim=1)
+    return (
+        (_halves(blocks, 0) * scales.float()).unsqueeze(-1),
+        (_halves(blocks, 2) * minimums.float()).unsqueeze(-1),
+    )
+
+
+FORMATS: dict[int, BlockFormat] = {
+    0: BlockFormat("F32", 1, 4, f32, torch.float32),
+    1: BlockFormat("F16", 1, 2, f16, torch.float16),
+    2: BlockFormat("Q4_0", 32, 18, q4_0),
+    3: BlockFormat("Q4_1", 32, 20, q4_1),
+    6: BlockFormat("Q5_0", 32, 22, q5_0),
+    7: BlockFormat("Q5_1", 32, 24, q5_1),
+    8: BlockFormat("Q8_0", 32, 34, q8_0),
+    12: BlockFormat("Q4_K", 256, 144, q4_k),
+    13: BlockFormat("Q5_K", 256, 176, q5_k),
+    14: BlockFormat("Q6_K", 256, 210, q6_k),
+    30: BlockFormat("BF16", 1, 2, bf16, torch.bfloat16),
+}
+"""What is read, by the number a GGUF file gives the type."""
+
+UNREAD: dict[int, str] = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
+"""Names for the types a user may meet and that are not read, so that the error can name them."""

@@ -1,0 +1,110 @@
+"""Reads one safetensors file: a JSON header that says where each tensor lies, then the tensors.
+
+Read here and not by the safetensors package: the sizes must be checked for errors a user can act on anyway, and after
+that a tensor is one view of the mapped file.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chairlift.core.errors import ModelError
+from chairlift.models.mapped import REFETCH, map_file
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """An open safetensors file: `tensors` at once, weights when they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data = map_file(path)
+        header, start = self._header()
+        self.tensors = {name: self._locate(name, entry, start) for name, entry in header.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored: a view of the file, not a copy."""
+        stored = self.tensors[name]
+        if stored.nbytes == 0:  # torch makes no tensor from an empty buffer
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
+        if stored.offset % stored.dtype.itemsize:  # the format does not promise alignment, kernels expect it
+            raw = raw.clone()
+        return raw.view(stored.dtype).view(stored.shape)
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        """The tensors' descriptions, and the byte where the first begins."""
+        size = len(self._data)
+        start = 8 + int.from_bytes(self._data[:8], "little")
+        if start > size:
+            raise ModelError(
+                f"{self.path}: the header ends at byte {start} but the file has {size}: "
+                f"it is no safetensors file or the download is incomplete; {REFETCH}"
+            )
+        try:
+            header = json.loads(self._data[8:start])
+        except (ValueError, RecursionError) as problem:
+            raise ModelError(f"{self.path}: the header is not JSON: the file is damaged; {REFETCH}") from problem
+        if not isinstance(header, dict):
+            raise ModelError(f"{self.path}: the header names no tensors: the file is damaged; {REFETCH}")
+        header.pop("__metadata__", None)
+        return header, start
+
+    def _locate(self, name: str, entry: Any, start: int) -> StoredTensor:
+        """Check one description against the format and the file's size."""
+        match entry:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+                begin >= 0 and all(isinstance(length, int) and length >= 0 for length in shape)
+            ):
+                pass
+            case _:
+                raise ModelError(f"{self.path}: tensor {name!r} is described wrongly: the file is damaged; {REFETCH}")
+        if dtype not in DTYPES:
+            raise ModelError(f"{self.path}: tensor {name!r} has type {dtype!r}; those read are {', '.join(DTYPES)}")
+        stored = StoredTensor(DTYPES[dtype], tuple(shape), start + begin)
+        if stored.nbytes != end - begin:
+            raise ModelError(
+                f"{self.path}: tensor {name!r} has {end - begin} bytes, but {dtype} of shape {shape} "
+                f"needs {stored.nbytes}: the file is damaged; {REFETCH}"
+            )
+        if start + end > len(self._data):
+            raise ModelError(
+                f"{self.path}: tensor {name!r} ends at byte {start + end} but the file has {len(self._data)}: "
+                f"the download is incomplete; {REFETCH}"
+            )
+        return stored

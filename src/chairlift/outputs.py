@@ -1,0 +1,55 @@
+"""What a caller gets back, in the shape that users of vLLM know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chairlift.text.answer import Answer, Logprob
+
+CompletionOutput = Answer
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of one clock."""
+
+    arrival: float
+    started: float | None = None  # took its seat in the batch
+    first_token: float | None = None
+    finished: float | None = None
+    output_tokens: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None with fewer than two."""
+        if self.first_token is None or self.finished is None or self.output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next piece of a streamed answer."""
+
+    text: str
+    token_ids: list[int]
+    index: int = 0
+    finish_reason: str | None = None

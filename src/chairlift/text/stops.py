@@ -1,0 +1,61 @@
+"""Stop strings: where a text that arrives in pieces must end, and what of it is safe to show before."""
+
+from collections.abc import Sequence
+
+from chairlift.core.errors import RequestError
+
+
+class StopSearch:
+    """Finds the first stop string, and holds back the longest end of the text that could become one.
+
+    What is held back is shorter than the longest stop string, so a piece costs the same however long the text is.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        if isinstance(stops, str) or not all(stops):
+            raise RequestError(f"stop strings must be a list of texts that are not empty, not {stops!r}")
+        self.found: str | None = None
+        self._stops = tuple(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
+        self._include = include
+        self._held = ""
+
+    def feed(self, piece: str, armed: bool = True) -> str:
+        """Take the next piece of text and return what can be shown; unless armed, stop strings that end in it pass."""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        match = self._match(text, len(self._held)) if armed else None
+        if match is not None:
+            start, self.found = match
+            self._held = ""
+            return text[: start + len(self.found) if self._include else start]
+        safe = self._safe(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """Return what was held back: nothing more will come, so it can become no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _match(self, text: str, seen: int) -> tuple[int, str] | None:
+        """Of the stop strings that end in the new part, the one that begins first, and of those the shortest."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            # Starting the search here leaves out matches that ended in a part already seen, and so were let pass.
+            start = text.find(stop, max(0, seen - len(stop) + 1))
+            if start >= 0 and (best is None or (start, len(stop)) < best[:2]):
+                best = (start, len(stop), stop)
+        return None if best is None else (best[0], best[2])
+
+    def _safe(self, text: str) -> int:
+        """How much of the text no stop string can begin in any more."""
+        end = len(text)
+        for start in range(max(0, end - self._longest + 1), end):
+            if text[start] in self._firsts:
+                tail = text[start:]
+                if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                    return start
+        return end
