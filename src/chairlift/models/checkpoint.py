@@ -65,7 +65,8 @@ class SafetensorsCheckpoint:
         if (folder / "generation_config.json").exists():
             self.config["generation_config"] = _read_json(folder / "generation_config.json")
         self._files: dict[str, SafetensorsFile] = {}
-        for shard in self._shards():
+        index = self._index()
+        for shard in self._shards(index):
             file = SafetensorsFile(shard)
             twice = sorted(self._files.keys() & file.tensors.keys())
             if twice:
@@ -73,7 +74,12 @@ class SafetensorsCheckpoint:
                     f"{shard} and another file of its folder both hold tensor {twice[0]}: remove one of them"
                 )
             self._files.update(dict.fromkeys(file.tensors, file))
-        self._check_index()
+        for name, owner in index.items():
+            if name not in self._files:
+                raise ModelError(
+                    f"{folder}: {INDEX} says that {owner} holds tensor {name}, but it does not: "
+                    "the files are of different models; fetch the model again"
+                )
 
     def names(self) -> list[str]:
         """The tensors, by the names they are stored under."""
@@ -89,19 +95,19 @@ class SafetensorsCheckpoint:
             raise _missing(self.path, name, self.names())
         return self._files[name].read(name).to(device=device, dtype=dtype)
 
-    def _weight_map(self) -> dict[str, str]:
+    def _index(self) -> dict[str, str]:
         """Which shard has which tensor, by the index; empty without one."""
-        index = self.path / INDEX
-        if not index.exists():
+        path = self.path / INDEX
+        if not path.exists():
             return {}
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = _read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index} has no weight_map: the file is damaged; delete it and fetch it again")
+            raise ModelError(f"{path} has no weight_map: the file is damaged; delete it and fetch it again")
         return {str(name): str(file) for name, file in weight_map.items()}
 
-    def _shards(self) -> list[Path]:
+    def _shards(self, index: dict[str, str]) -> list[Path]:
         """The files which together are the model."""
-        named = sorted(set(self._weight_map().values()))
+        named = sorted(set(index.values()))
         if named:
             missing = [name for name in named if not (self.path / name).is_file()]
             if missing:
@@ -124,14 +130,6 @@ class SafetensorsCheckpoint:
                 "only safetensors and GGUF are read; look for the same model in one of them, or convert it"
             )
         return ModelError(f"{self.path} holds no weights: expected *.safetensors next to config.json, or a GGUF file")
-
-    def _check_index(self) -> None:
-        for name, shard in self._weight_map().items():
-            if name not in self._files:
-                raise ModelError(
-                    f"{self.path}: {INDEX} says that {shard} holds tensor {name}, but it does not: "
-                    "the files are of different models; fetch the model again"
-                )
 
 
 class GgufCheckpoint:

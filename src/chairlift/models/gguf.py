@@ -80,7 +80,11 @@ class GgufFile:
                     f"the download is incomplete; {REFETCH}"
                 )
             if tensor.offset % 8 or tensor.name in tensors:
-                wrong = "appears twice" if tensor.name in tensors else f"begins at the odd byte {tensor.offset}"
+                wrong = (
+                    "appears twice"
+                    if tensor.name in tensors
+                    else f"begins at byte {tensor.offset}, which is not aligned"
+                )
                 raise ModelError(f"{self.path}: tensor {tensor.name} {wrong}: the file is damaged; {REFETCH}")
             tensors[tensor.name] = tensor
         return tensors

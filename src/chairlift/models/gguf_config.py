@@ -95,7 +95,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        # In Hugging Face's words: on all four projections. Qwen2 has biases on q, k and v by its architecture alone.
+        "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **_special_tokens(facts),

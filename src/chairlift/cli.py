@@ -1,0 +1,66 @@
+"""The command line: `chairlift run`, `chat`, `pull`, `batch` and `bench`."""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from chairlift import __version__
+from chairlift.commands.chat import chat
+from chairlift.commands.pull import pull
+from chairlift.commands.run import run
+from chairlift.core.errors import ChairliftError
+
+app = typer.Typer(
+    name="chairlift",
+    help="Run large language models with continuous batching on a paged KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(run)
+app.command()(chat)
+app.command()(pull)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; what goes wrong on the user's side is one line on stderr."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # one odd byte must not end an answer
+    try:
+        app()
+    except ChairliftError as error:
+        sys.exit(f"error: {error}")
+    except Exception as error:
+        if not _was_interrupted(error):
+            raise
+        sys.exit(130)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: it may hit in mid-step, and then what tidies up after it fails too."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False

@@ -1,0 +1,96 @@
+"""Flags that several commands share, made from the settings themselves so that each is written down once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from chairlift.core.params import SamplingParams
+from chairlift.core.settings import Settings, options
+
+DEFAULT_MODEL = "smollm2-135m"  # models.sources has it too, but importing that would import torch; a test compares
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub.")
+]
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One sampling flag: a field of SamplingParams as the command line shows it."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+
+
+# For a person at a terminal: less wild and longer than the API's defaults, which are OpenAI's.
+SAMPLING = (
+    Flag("max_tokens", int, 1024, "Longest answer."),
+    Flag("temperature", float, 0.7, "0 always takes the likeliest token; 1 is the model's own spread."),
+    Flag("top_p", float, 1.0, "Keep only the likeliest tokens that together have this probability."),
+    Flag("top_k", int, 0, "Keep only so many of the likeliest tokens; 0 keeps all."),
+    Flag("min_p", float, 0.0, "Drop tokens less likely than this share of the likeliest one."),
+    Flag("repetition_penalty", float, 1.0, "Above 1, tokens that have occurred become less likely."),
+    Flag("seed", int | None, None, "The same seed gives the same answer (default: another each time)."),
+    Flag("stop", list[str], [], "End the answer before this text; may be given several times."),
+)
+
+
+def with_settings(command: Command) -> Command:
+    """Give a command a flag for each engine setting; it gets them together, as the keyword `settings`.
+
+    A flag that the command has already keeps its meaning there: `--seed` of a single answer is that answer's own.
+    """
+    taken = inspect.signature(command).parameters
+    flags = []
+    for group, found in options():
+        if found.name in taken:
+            continue
+        kind = get_type_hints(type(getattr(Settings(), group)))[found.name]
+        choices = found.metadata["choices"]
+        if choices:
+            kind = Literal[choices]
+        flags.append(_parameter(found.name, kind, found.default, found.metadata["help"], f"{group.title()} settings"))
+    return _gather(command, flags, "settings", lambda values: values)
+
+
+def with_sampling(command: Command) -> Command:
+    """Give a command the sampling flags; it gets SamplingParams made of them, as the keyword `params`."""
+    flags = [_parameter(flag.name, flag.kind, flag.default, flag.help, "Sampling") for flag in SAMPLING]
+    return _gather(command, flags, "params", lambda values: SamplingParams(**values))
+
+
+def _parameter(name: str, kind: Any, default: Any, help: str, panel: str) -> inspect.Parameter:
+    dashed = name.replace("_", "-")
+    is_switch = kind is bool or kind == bool | None
+    flag = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
+    shown = typer.Option(flag, help=help, rich_help_panel=panel, show_default=default not in (None, []))
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
+    )
+
+
+def _gather(
+    command: Command, flags: Iterable[inspect.Parameter], keyword: str, make: Callable[[dict[str, Any]], Any]
+) -> Command:
+    """The command with the flags in its signature in place of the keyword they are gathered into."""
+    flags = list(flags)
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> Any:
+        taken = {flag.name: values.pop(flag.name) for flag in flags}
+        return command(**values, **{keyword: make(taken)})
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.name != keyword]
+    gathered.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    gathered.__annotations__ = {each.name: each.annotation for each in (*own, *flags)}
+    return gathered
