@@ -31,7 +31,7 @@ def make_tiny_model(
     chat_template: str | None = CHAT_TEMPLATE,
     **config: Any,
 ) -> Path:
-    """Write a model folder: config, safetensors and, unless not wanted, a byte-level BPE tokenizer with a chat template.
+    """Write a model folder: config, safetensors and, if wanted, a byte-level BPE tokenizer with a chat template.
 
     Further keywords override the config (`head_dim=32`, `num_hidden_layers=4`, `sliding_window=32`, ...). The weights
     depend on `seed` alone and are wide enough that answers wander instead of repeating one token.

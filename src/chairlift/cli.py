@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from chairlift import __version__
+from chairlift.commands.batch import batch
 from chairlift.commands.chat import chat
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(chat)
+app.command()(batch)
 app.command()(pull)
 
 

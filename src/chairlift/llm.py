@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,6 +26,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+K = TypeVar("K")
 
 
 class LLM:
@@ -96,6 +97,33 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Answer a conversation piece by piece."""
         return self.stream(self.chat_prompt(messages, **template), params)
+
+    def iterate(
+        self, requests: Iterable[tuple[K, Prompt, SamplingParams]], *, window: int | None = None
+    ) -> Iterator[tuple[K, RequestOutput | RequestError]]:
+        """Answer any number of requests, each yielded under its key as soon as it ends, in whatever order they do.
+
+        Requests are taken from the iterable only while fewer than `window` are under way (default: four full batches),
+        so it may be endless. One that is refused yields its error, and the others go on; one whose step failed has the
+        error in its answers.
+        """
+        window = window or 4 * self._built.limits.max_sequences
+        source = iter(requests)
+        live: list[tuple[K, _Track]] = []
+        try:
+            while (taken := list(islice(source, window - len(live)))) or live:
+                for key, prompt, params in taken:
+                    try:
+                        live.append((key, self._submit(prompt, params)))
+                    except RequestError as error:
+                        yield key, error
+                self._step()
+                ended = [entry for entry in live if entry[1].output.finished]
+                live = [entry for entry in live if not entry[1].output.finished] if ended else live
+                for key, track in ended:
+                    yield key, track.output
+        finally:
+            self._leave([track for _, track in live])
 
     def chat_prompt(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """The token ids of a conversation, through the model's own chat template."""

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -80,20 +80,19 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Stream the answer to a message; stopped or not, it becomes part of the conversation."""
-        before = len(self._messages)
         self._messages.append({"role": "user", "content": text})
         said = ""
         speed = Speed()
         try:
             chunks = self._llm.stream(self._prompt(), self._params)
-            with stoppable() as stopped, contextlib.closing(chunks):
+            with stoppable() as stopped, contextlib.closing(cast(Any, chunks)):
                 for chunk in speed.watch(chunks):
                     said += chunk.text
                     write(chunk.text)
                     if stopped():
                         break
         except RequestError:
-            del self._messages[before:]  # as if it had not been said; fewer are left if turns were dropped
+            self._messages.pop()  # as if it had not been said
             raise
         write("\n")
         self._messages.append({"role": "assistant", "content": said})

@@ -16,7 +16,8 @@ from chairlift.core.settings import Settings, options
 DEFAULT_MODEL = "smollm2-135m"  # models.sources has it too, but importing that would import torch; a test compares
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub.")
+    str,
+    typer.Option("--model", "-m", help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub."),
 ]
 Command = Callable[..., Any]
 
@@ -73,9 +74,7 @@ def _parameter(name: str, kind: Any, default: Any, help: str, panel: str) -> ins
     is_switch = kind is bool or kind == bool | None
     flag = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
     shown = typer.Option(flag, help=help, rich_help_panel=panel, show_default=default not in (None, []))
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
 
 
 def _gather(

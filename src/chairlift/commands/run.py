@@ -26,7 +26,9 @@ def run(
     model: Model = DEFAULT_MODEL,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="Through the chat template, or as it stands (default: chat if there is one)."),
+        typer.Option(
+            "--chat/--raw", help="Through the chat template, or as it stands (default: chat if there is one)."
+        ),
     ] = None,
     n: Annotated[int, typer.Option(help=f"How many answers, with a line {SEPARATOR} between them.")] = 1,
     *,

@@ -6,7 +6,6 @@ are counted, not owned: forks of one prompt hold the same blocks, and a write to
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 
@@ -86,14 +85,16 @@ class BlockPool:
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Prove that `tables` hold exactly what the pool thinks is held, and that free + owned = total."""
-        held = Counter(block for table in tables for block in table.blocks)
-        free = Counter(self._free)
-        for block in range(self.total):
-            assert self._holders[block] == held[block], (
-                f"block {block}: {held[block]} hold it, {self._holders[block]} counted"
+        held = [0] * self.total
+        for table in tables:
+            for block in table.blocks:
+                held[block] += 1
+        for block in range(self.total) if held != self._holders else ():
+            assert held[block] == self._holders[block], (
+                f"block {block}: {held[block]} tables hold it, {self._holders[block]} are counted"
             )
-            assert free[block] == (held[block] == 0), f"block {block}: held by {held[block]}, {free[block]} times free"
-        assert len(self._free) + len(held) == self.total
+        nobody = [block for block, count in enumerate(held) if not count]
+        assert sorted(self._free) == nobody, f"nobody holds {nobody[:20]}, but free are {sorted(self._free)[:20]}"
 
     def _tail_is_shared(self, table: BlockTable) -> bool:
         # Writes only ever go behind the last token, so no block but the last can be both shared and written; a last

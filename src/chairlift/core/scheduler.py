@@ -158,11 +158,11 @@ class Scheduler:
         return events
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
-        """The pass broke: end every sequence that was in it; all others go on."""
-        sequences = dict.fromkeys([piece.sequence for piece in step.slices] + step.samples)
-        requests = {sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE}
+        """The pass broke: end every request that was in it; all others go on."""
+        sequences = [piece.sequence for piece in step.slices] + step.samples
+        requests = (sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE)
         events: list[Event] = []
-        for request_id in requests:
+        for request_id in list(dict.fromkeys(requests)):  # in the plan's order, so that a simulation repeats itself
             events += self._end(self._live[request_id], FinishReason.ERROR, error)
         return events
 
@@ -194,7 +194,7 @@ class Scheduler:
             length = len(sequence.tokens) + sequence.pending
             if length >= sequence.limit:
                 continue  # its last token is in flight
-            if length - start > 1:
+            if length - start > 1 or not sequence.is_forked:  # the last token of a prompt may yet have to fork
                 prompts.append(sequence)
                 continue
             if length > sequence.table.writable and not self._make_room(step, sequence, length, place):

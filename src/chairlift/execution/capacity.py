@@ -41,7 +41,7 @@ class Capacity:
 def plan_capacity(
     decoder: Decoder, limits: Limits, block_size: int, kv_tokens: int | None, memory_share: float
 ) -> Capacity:
-    """Blocks for `kv_tokens`, or for the share of memory that is left; an error with a remedy if one request can't fit."""
+    """Blocks for `kv_tokens`, or for the memory that is left; an error with a remedy if one request can't fit."""
     config = decoder.config
     per_token = config.kv_bytes_per_token
     useful = limits.max_sequences * -(-limits.max_length // block_size)  # more than this could never be held

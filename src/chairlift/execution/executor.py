@@ -123,6 +123,5 @@ class TorchExecutor:
     def _record(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()
-        event.record()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event

@@ -146,7 +146,8 @@ def _mix(seed: int) -> int:
 
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+        x = x ^ (x >> np.uint64(31))
+    return x

@@ -77,7 +77,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_config(config: Mapping[str, Any], dtype: str = "auto", device: str = "cpu") -> ModelConfig:
-    """The decoder's shape from a config.json; an architecture we do not have is refused with the list of those we do."""
+    """The decoder's shape from a config.json; an unknown architecture is refused with the list of those we have."""
     architecture = (config.get("architectures") or ["(none named)"])[0]
     family = FAMILIES.get(architecture)
     if family is None:

@@ -73,7 +73,7 @@ class Decoder:
             q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
             k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
         rope_(qkv, turned, batch.positions, self.cos, self.sin)
-        q, k, v = qkv.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
         write_kv(cache, index, k, v, batch.slots)
         attended = paged_attention(q, cache, index, batch, layer.window)
         layer.output(attended.flatten(1), add_to=x)

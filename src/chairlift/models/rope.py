@@ -57,7 +57,8 @@ def _llama3(inverse: torch.Tensor, params: Mapping[str, Any]) -> torch.Tensor:
     trained = params["original_max_position_embeddings"]
     turns = trained * inverse / (2 * math.pi)  # full turns within the trained length
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * inverse / factor + blend * inverse
+    scaled: torch.Tensor = (1 - blend) * inverse / factor + blend * inverse
+    return scaled
 
 
 def _yarn(inverse: torch.Tensor, rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:

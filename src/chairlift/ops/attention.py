@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numba import njit, prange
 
 from chairlift.ops.kv_cache import KvCache
-from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
+from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp, prefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _fits_tiles(cache: KvCache) -> bool:
 _QUERY_ROWS = 32  # query rows that share one pass over the keys
 
 
-@njit(nogil=True, parallel=True, fastmath=True, cache=True)
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
 def _attend(
     q: np.ndarray,
     data: np.ndarray,
@@ -97,12 +97,12 @@ def _attend(
     kv_heads = data.shape[2]
     group = heads // kv_heads
     stride = max(1, _QUERY_ROWS // group)  # tokens in one item of work
+    rows = min(stride, starts[-1]) * group
+    longest = -(-contexts.max() // BLOCK_COLUMNS) * BLOCK_COLUMNS
     for thread in prange(threads):
-        queries = np.empty((stride * group, dim), np.float32)
-        sums = np.empty((stride * group, dim), np.float32)
-        scores = np.empty((stride * group, BLOCK_COLUMNS), np.float32)
-        peaks = np.empty(stride * group, np.float32)
-        totals = np.empty(stride * group, np.float32)
+        queries = np.empty((rows, dim), np.float32)
+        sums = np.empty((rows, dim), np.float32)
+        weights = np.empty((rows, longest), np.float32)
         item = 0
         for piece in range(contexts.size):
             first, last = starts[piece], starts[piece + 1]
@@ -113,16 +113,17 @@ def _attend(
                     item += 1
                     if item % threads == thread:
                         _attend_item(
-                            q, data, tables[piece], block_size, window, out,
-                            token, count, place, head, group, queries, sums, scores, peaks, totals,
+                            q, data, tables, piece, block_size, window, out,
+                            token, count, place, head, group, queries, sums, weights,
                         )  # fmt: skip
 
 
-@njit(nogil=True, fastmath=True)
+@njit(nogil=True, fastmath=True, error_model="numpy")
 def _attend_item(
     q: np.ndarray,
     data: np.ndarray,
-    table: np.ndarray,
+    tables: np.ndarray,
+    piece: int,
     block_size: int,
     window: int,
     out: np.ndarray,
@@ -133,66 +134,78 @@ def _attend_item(
     group: int,
     queries: np.ndarray,
     sums: np.ndarray,
-    scores: np.ndarray,
-    peaks: np.ndarray,
-    totals: np.ndarray,
+    weights: np.ndarray,
 ) -> None:
-    """`count` tokens from `token` on, all query heads of one KV head, with the softmax carried along the blocks."""
+    """`count` tokens from `token` on, all query heads of one KV head: scores, softmax, weighted values."""
     dim = q.shape[2]
     rows = count * group
     scale = numba.float32(1.0 / math.sqrt(dim))
-    for row in range(rows):
-        for i in range(dim):
-            queries[row, i] = q[token + row // group, head * group + row % group, i] * scale
-            sums[row, i] = 0.0
-        peaks[row] = -1.0e38  # above a masked score, below any real one
-        totals[row] = 0.0
-    queries_at, sums_at, scores_at = queries.ctypes.data, sums.ctypes.data, scores.ctypes.data
+    for t in range(count):
+        for g in range(group):
+            for i in range(dim):
+                queries[t * group + g, i] = q[token + t, head * group + g, i] * scale
+                sums[t * group + g, i] = 0.0
+    # Addresses instead of array slices: in these loops the bookkeeping of a slice costs more than its arithmetic.
+    head_bytes = data.shape[3] * 4
+    block_bytes = 2 * data.shape[2] * head_bytes
+    keys_at = data.ctypes.data + head * head_bytes
+    values_at = keys_at + data.shape[2] * head_bytes
+    queries_at, sums_at, weights_at = queries.ctypes.data, sums.ctypes.data, weights.ctypes.data
+    pitch = weights.shape[1]
     begin = max(0, place - window + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
-    for column in range(begin, place + count, BLOCK_COLUMNS):
-        block = table[column // block_size]
-        offset = column % block_size
-        keys = data[block, 0, head]
-        values = data[block, 1, head]
-        scores[:rows] = 0.0
-        block_tile(rows, queries_at, dim, keys.ctypes.data + offset * 4, block_size, scores_at, BLOCK_COLUMNS, dim)
-        for row in range(rows):
-            position = place + row // group
-            low = max(0, position - window + 1 - column)
-            high = min(BLOCK_COLUMNS, position + 1 - column)
-            _softmax_row(scores[row], low, high, peaks, totals, sums[row], row)
-        for i in range(0, dim, BLOCK_COLUMNS):
-            block_tile(
-                rows, scores_at, BLOCK_COLUMNS, values.ctypes.data + (offset * dim + i) * 4, dim,
-                sums_at + i * 4, dim, BLOCK_COLUMNS,
-            )  # fmt: skip
+    end = place + count
     for row in range(rows):
-        share = numba.float32(1.0) / totals[row]
-        for i in range(dim):
-            out[token + row // group, head * group + row % group, i] = sums[row, i] * share
+        for column in range(begin, -(-end // BLOCK_COLUMNS) * BLOCK_COLUMNS):
+            weights[row, column] = 0.0
+    for column in range(begin, end, BLOCK_COLUMNS):
+        block_at = keys_at + tables[piece, column // block_size] * block_bytes
+        b = block_at + column % block_size * 4
+        _fetch_ahead(tables, piece, column, end, block_size, keys_at, block_bytes, head_bytes)
+        block_tile(rows, queries_at, dim, b, block_size, weights_at + column * 4, pitch, dim)
+    for t in range(count):
+        position = place + t
+        for g in range(group):
+            _softmax(weights, t * group + g, max(begin, position - window + 1), position + 1, begin, end)
+    for column in range(begin, end, BLOCK_COLUMNS):
+        block_at = values_at + tables[piece, column // block_size] * block_bytes
+        _fetch_ahead(tables, piece, column, end, block_size, values_at, block_bytes, head_bytes)
+        for i in range(0, dim, BLOCK_COLUMNS):
+            b = block_at + (column % block_size * dim + i) * 4
+            block_tile(rows, weights_at + column * 4, pitch, b, dim, sums_at + i * 4, dim, BLOCK_COLUMNS)
+    for t in range(count):
+        for g in range(group):
+            for i in range(dim):
+                out[token + t, head * group + g, i] = sums[t * group + g, i]
 
 
-@njit(nogil=True, fastmath=True)
-def _softmax_row(
-    scores: np.ndarray, low: int, high: int, peaks: np.ndarray, totals: np.ndarray, sums: np.ndarray, row: int
+@njit(nogil=True)
+def _fetch_ahead(
+    tables: np.ndarray, piece: int, column: int, end: int, block_size: int, base: int, block_bytes: int, size: int
 ) -> None:
-    """Turn one row's scores of a block into weights, rescaling what came before if a higher score appears."""
-    for i in range(low):
-        scores[i] = -3.0e38
-    for i in range(high, BLOCK_COLUMNS):
-        scores[i] = -3.0e38
-    peak = peaks[row]
-    for i in range(BLOCK_COLUMNS):
-        peak = max(peak, scores[i])
-    if peak > peaks[row]:
-        fade = exp(peaks[row] - peak)
-        totals[row] *= fade
-        for i in range(sums.size):
-            sums[i] *= fade
-        peaks[row] = peak
+    """Have the next block on its way while this one is computed: pages are scattered, so no hardware foresees it."""
+    if column % block_size == 0 and column + block_size < end:
+        at = base + tables[piece, column // block_size + 1] * block_bytes
+        for line in range(at, at + size, 64):
+            prefetch(line)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _softmax(weights: np.ndarray, row: int, low: int, high: int, begin: int, end: int) -> None:
+    """Turn the scores low..high of a row into weights that add up to 1; what is masked around them becomes 0."""
+    # Unsigned: Numba lets a signed index count from the end, and that test in a loop keeps LLVM from vectors.
+    line, first, last = numba.uintp(row), numba.uintp(low), numba.uintp(high)
+    peak = weights[line, first]
+    for i in range(first, last):
+        peak = max(peak, weights[line, i])
     total = numba.float32(0.0)
-    for i in range(BLOCK_COLUMNS):
-        weight = exp(scores[i] - peak)
-        scores[i] = weight
+    for i in range(first, last):
+        weight = exp(weights[line, i] - peak)
+        weights[line, i] = weight
         total += weight
-    totals[row] += total
+    share = numba.float32(1.0) / total
+    for i in range(first, last):
+        weights[line, i] *= share
+    for i in range(numba.uintp(begin), first):
+        weights[line, i] = 0.0
+    for i in range(last, numba.uintp(-(-end // BLOCK_COLUMNS) * BLOCK_COLUMNS)):
+        weights[line, i] = 0.0

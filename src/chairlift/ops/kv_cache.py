@@ -29,7 +29,7 @@ class KvCache:
         shape = (layers, blocks, 2, kv_heads, dim * block_size)
         # Zeros, not empty: a kernel may read the unwritten tail of a block, and 0 times its weight must be 0, not NaN.
         if device.type == "cpu":
-            # From NumPy, which takes zeroed pages from the system: memory that is not used yet costs neither time nor RAM.
+            # NumPy takes zeroed pages from the system: memory that is not used yet costs neither time nor RAM.
             raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
             self.data = torch.from_numpy(raw).view(dtype).view(shape)
         else:

@@ -15,7 +15,7 @@ _PLAIN, _ADD, _GATED = 0, 1, 2
 
 
 class Weight:
-    """A weight [out, in] in the layout its device likes: packed in panels for float32 on the CPU, as it is elsewhere."""
+    """A weight [out, in] as its device likes it: packed in panels for float32 on the CPU, as it is elsewhere."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> None:
         self.shape = weight.shape

@@ -1,4 +1,4 @@
-"""Choosing the next token: penalties, filters, noise and log-probabilities, each a function of a [rows, vocabulary] batch."""
+"""Choosing the next token: penalties, filters, noise and log-probabilities of a [rows, vocabulary] batch."""
 
 from __future__ import annotations
 
@@ -118,8 +118,9 @@ def _uniform(keys: np.ndarray, out: np.ndarray, threads: int) -> None:
         for row in range(rows):
             first, second = numba.uint32(keys[row, 0]), numba.uint32(keys[row, 1])
             for i in range(vocabulary * thread // threads, vocabulary * (thread + 1) // threads):
-                x = numba.uint32(i) * numba.uint32(_GOLDEN) ^ first
-                x = numba.uint32((x ^ (x >> numba.uint32(16))) * numba.uint32(_MIX1)) + second
+                x = numba.uint32(numba.uint32(i) * numba.uint32(_GOLDEN)) ^ first
+                x = numba.uint32((x ^ (x >> numba.uint32(16))) * numba.uint32(_MIX1))
+                x = numba.uint32(x + second)
                 x = numba.uint32((x ^ (x >> numba.uint32(15))) * numba.uint32(_MIX2))
                 x = x ^ (x >> numba.uint32(16))
                 out[row, i] = (numba.float32(x >> numba.uint32(9)) + numba.float32(0.5)) * numba.float32(2.0**-23)

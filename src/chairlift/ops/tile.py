@@ -182,11 +182,37 @@ def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, 
 
 
 @intrinsic
-def _float_from_bits(_context: Any, bits: Any) -> Any:
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _f32)
+def prefetch(_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address before it is needed."""
 
-    return types.float32(types.int32), emit
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], pointer), _i32(0), _i32(3), _i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def _rint(_context: Any, x: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_f32, [_f32]), "llvm.rint.f32")
+        return builder.call(function, args)
+
+    return types.float32(types.float32), emit
+
+
+@intrinsic
+def _power_of_two(_context: Any, whole: Any) -> Any:
+    """2**whole by writing the exponent; 0 for -127. As LLVM code, since Numba would widen the integers."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        exponent = builder.add(builder.fptosi(args[0], _i32), _i32(127))
+        return builder.bitcast(builder.shl(exponent, _i32(23)), _f32)
+
+    return types.float32(types.float32), emit
 
 
 _LOG2E = numba.float32(1.4426950408889634)
@@ -194,12 +220,12 @@ _C = tuple(numba.float32(c) for c in (1.0, 0.6931471805599453, 0.240226506959100
                                       0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608))  # fmt: skip
 
 
-@njit(nogil=True, inline="always")
-def exp(x: float) -> float:
-    """e**x in float32 to about 1e-7, in a form that LLVM turns into vector code; exactly 0 below -87."""
+@njit(nogil=True, fastmath=True, inline="always")
+def exp(x: float) -> Any:
+    """e**x in float32 to about 1e-7, in a form that LLVM turns into vector code; exactly 0 below -88."""
     y = min(max(numba.float32(x) * _LOG2E, numba.float32(-127.0)), numba.float32(127.0))
-    whole = numba.int32(y + numba.float32(1024.5)) - numba.int32(1024)  # floor(y + 0.5) without a library call
-    f = y - numba.float32(whole)
+    whole = _rint(y)
+    f = y - whole
     p = _C[6]
     p = p * f + _C[5]
     p = p * f + _C[4]
@@ -207,4 +233,4 @@ def exp(x: float) -> float:
     p = p * f + _C[2]
     p = p * f + _C[1]
     p = p * f + _C[0]
-    return p * _float_from_bits(numba.int32((whole + numba.int32(127)) << numba.int32(23)))
+    return p * _power_of_two(whole)

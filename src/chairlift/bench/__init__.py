@@ -1,0 +1,4 @@
+"""Measurements that anyone can repeat: each is a function that returns rows, and a command that prints them.
+
+Speed is told as medians and ratios from real components; nothing here is imported by what it measures.
+"""

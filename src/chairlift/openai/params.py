@@ -1,0 +1,163 @@
+"""From a request's body to SamplingParams: OpenAI's fields, and those that users of vLLM know.
+
+A field we do not know, or cannot do, is refused: an answer that silently ignored it would be a wrong one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from chairlift.core.errors import RequestError
+from chairlift.core.params import SamplingParams
+
+Body = Mapping[str, Any]
+COMPLETION_TOKENS = 16  # what OpenAI's completions give when nobody says how many
+
+# Fields that are SamplingParams' own, by what JSON may hold for them; SamplingParams checks the ranges.
+_FIELDS: dict[str, str] = {
+    "n": "a whole number",
+    "temperature": "a number",
+    "top_p": "a number",
+    "presence_penalty": "a number",
+    "frequency_penalty": "a number",
+    "seed": "a whole number",
+    "stop": "a string or a list of strings",
+    # beyond OpenAI
+    "top_k": "a whole number",
+    "min_p": "a number",
+    "repetition_penalty": "a number",
+    "min_tokens": "a whole number",
+    "ignore_eos": "true or false",
+    "include_stop_str_in_output": "true or false",
+    "skip_special_tokens": "true or false",
+    "stop_token_ids": "a list of whole numbers",
+    "allowed_token_ids": "a list of whole numbers",
+    "bad_words": "a list of strings",
+}
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "a number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+    "a list of strings": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    "a list of whole numbers": lambda value: (
+        isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    ),
+    "a string or a list of strings": lambda value: (
+        isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+    ),
+}
+_READ = frozenset({*_FIELDS, "model", "max_tokens", "max_completion_tokens", "logprobs", "logit_bias"})
+_CHAT = frozenset(
+    {"messages", "top_logprobs", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+)
+_COMPLETION = frozenset({"prompt"})
+# They change nothing in the answer, or only how it is sent, which is its sender's affair.
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options"}
+)
+# What we cannot do yet is fine as long as it asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+def read_chat_params(body: Body) -> SamplingParams:
+    """How a chat completion is sampled; without max_tokens it goes on until the model ends or the context is full.
+
+    >>> read_chat_params({"messages": [], "max_completion_tokens": 8, "top_k": 40}).max_tokens
+    8
+    """
+    _refuse_unknown(body, _READ | _CHAT)
+    wanted = _get(body, "logprobs", "true or false")
+    top = _get(body, "top_logprobs", "a whole number")
+    if top is not None and not wanted:
+        raise RequestError("top_logprobs needs logprobs to be true: set it, or leave top_logprobs out")
+    return _read(body, (top or 0) if wanted else None, None)
+
+
+def read_completion_params(body: Body) -> SamplingParams:
+    """How a plain completion is sampled."""
+    _refuse_unknown(body, _READ | _COMPLETION)
+    return _read(body, _get(body, "logprobs", "a whole number"), COMPLETION_TOKENS)
+
+
+def read_messages(body: Body) -> list[Mapping[str, Any]]:
+    """The conversation of a chat completion."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list of at least one message, each with a role and a content")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f'message {index} must be an object with a role, such as "user", and a content')
+        if not isinstance(message.get("content"), (str, list)):
+            raise RequestError(f"message {index} has no content: give a string, or a list of text parts")
+    return messages
+
+
+def read_template_options(body: Body) -> dict[str, Any]:
+    """What a chat completion tells the chat template."""
+    named = ("add_generation_prompt", "continue_final_message")
+    found = {name: value for name in named if (value := _get(body, name, "true or false")) is not None}
+    return {**(_get(body, "chat_template_kwargs", "an object") or {}), **found}
+
+
+def read_prompts(body: Body) -> list[str | list[int]]:
+    """The prompts of a plain completion: a text, token ids, or a list of either."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _CHECKS["a list of whole numbers"](prompt):
+            return [prompt]
+        if all(isinstance(each, str) or _CHECKS["a list of whole numbers"](each) for each in prompt):
+            return prompt
+    raise RequestError("prompt must be a string, a list of token ids, or a list of such strings or lists")
+
+
+def _read(body: Body, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+    for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name, and wins
+        asked = _get(body, name, "a whole number")
+        max_tokens = max_tokens if asked is None else asked
+    own = {name: value for name, kind in _FIELDS.items() if (value := _get(body, name, kind)) is not None}
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body), **own)
+
+
+def _logit_bias(body: Body) -> dict[int, float]:
+    """JSON's keys are strings; ours are token ids."""
+    found = {}
+    for key, bias in (_get(body, "logit_bias", "an object") or {}).items():
+        if not str(key).isdecimal():
+            raise RequestError(f"logit_bias has the key {key!r}: use token ids")
+        found[int(key)] = bias
+    return found
+
+
+def _get(body: Body, name: str, kind: str) -> Any:
+    """A field of the body; null is as good as absent."""
+    value = body.get(name)
+    if value is not None and not _CHECKS[kind](value):
+        raise RequestError(f"{name} is {value!r}: use {kind}")
+    return value
+
+
+def _refuse_unknown(body: Body, known: frozenset[str]) -> None:
+    for name in body.keys() - known - _IGNORED:
+        value = body[name]
+        if name in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[name]:
+                raise RequestError(f"{name} is not supported: leave it out")
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        raise RequestError(f"unknown field {name!r}" + (f": did you mean {close[0]}?" if close else ": leave it out"))

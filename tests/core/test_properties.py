@@ -1,0 +1,189 @@
+"""The core under random load: over a million events, with every promise checked after each (see world.py).
+
+Two drivers share one world. The walk is fast: Hypothesis picks the world and a seed, and a plain loop does the rest, so
+that a run goes through a million events. The state machine is slow, but Hypothesis picks each of its moves, so that what
+it finds it also makes small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from fakes import VOCAB
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from world import Shape, World
+
+WALKS = 300
+EVENTS_A_WALK = 1750  # for each of the two modes: 2 x 300 x 1750 > 1,000,000
+MILLION = 1_000_000
+QUIET = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def quiet_engine() -> Iterator[None]:
+    """The failures here are ours: nobody needs to read of each."""
+    log = logging.getLogger("chairlift")
+    log.disabled = True
+    yield
+    log.disabled = False
+
+
+@st.composite
+def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
+    """Worlds so small that memory, seats and budget are always short."""
+    seats = draw(st.integers(1, 7))
+    block_size = draw(st.integers(1, 5))
+    max_length = draw(st.integers(2, 28))
+    return Shape(
+        seats=seats,
+        step_tokens=seats + draw(st.integers(0, 9)),
+        block_size=block_size,
+        blocks=-(-max_length // block_size) + draw(st.integers(0, 10)),
+        max_length=max_length,
+        overlap=draw(st.booleans()) if overlap is None else overlap,
+    )
+
+
+def walk(shape: Shape, seed: int, events: int) -> World:
+    """Let things happen at random until `events` have, then let everything end."""
+    random = Random(seed)
+    world = World(shape)
+    crowd = random.randint(1, 3 * shape.seats)  # how many requests may be in the world
+    haste = random.random()  # how fast newcomers come
+    trouble = random.choice((0.0, 0.0, 0.02, 0.2))  # how often somebody leaves or something breaks
+    eos = random.choice((0, 1, 4))
+    while world.events < events:
+        chance = random.random()
+        if chance < trouble:
+            cause_trouble(world, random)
+        elif not world.engine.has_work or (len(world.live) < crowd and random.random() < haste):
+            submit_anything(world, random, eos)
+        else:
+            world.step()
+    world.drain()
+    return world
+
+
+def submit_anything(world: World, random: Random, eos: int) -> None:
+    longest = world.shape.max_length
+    wants_too_much = random.random() < 0.02
+    prompt = random.randint(0, longest + 1) if wants_too_much else random.randint(1, longest - 1)
+    n = random.randint(1, world.shape.seats + wants_too_much)
+    world.submit(
+        random.choices(range(VOCAB), k=prompt),
+        n=n if random.random() < 0.4 else 1,
+        max_tokens=None if random.random() < 0.1 else random.randint(1, longest),
+        eos=eos,
+        seed=random.getrandbits(32),
+    )
+
+
+def cause_trouble(world: World, random: Random) -> None:
+    kind = random.randrange(4)
+    if kind == 0 and world.speaking:
+        world.stop(random.choice(list(world.speaking)))
+    elif kind == 1:
+        world.break_next(at_submit=random.random() < 0.5)
+    else:
+        # Any request that ever came: most have ended, which must be no error.
+        known = [*world.live, f"r{random.randint(0, world.submitted)}"]
+        world.abort(random.choice(known))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
+def test_half_a_million_random_events_break_no_promise(
+    overlap: bool, record_property: pytest.RecordProperty
+) -> None:
+    seen = dict.fromkeys(("events", "preemptions", "resumed", "copied", "failed", "aborted"), 0)
+
+    @settings(QUIET, max_examples=WALKS)
+    @given(shape=shapes(overlap), seed=st.integers(0, 2**64 - 1))
+    def go(shape: Shape, seed: int) -> None:
+        world = walk(shape, seed, EVENTS_A_WALK)
+        counters = world.scheduler.counters
+        seen["events"] += world.events
+        seen["preemptions"] += counters.preemptions
+        seen["resumed"] += world.scheduler.resumed
+        seen["copied"] += world.executor.copied
+        seen["failed"] += counters.failed
+        seen["aborted"] += counters.aborted
+
+    go()
+    record_property("core events", seen["events"])
+    assert seen["events"] >= MILLION // 2
+    # All that is meant to be tested did happen, and often.
+    assert min(seen.values()) > 1000, seen
+
+
+class Life(RuleBasedStateMachine):
+    """The same world with each move chosen by Hypothesis."""
+
+    events = 0  # of all lives together
+    world: World
+
+    @initialize(shape=shapes())
+    def begin(self, shape: Shape) -> None:
+        self.world = World(shape)
+
+    @rule(
+        prompt=st.integers(0, 30),
+        n=st.integers(1, 4),
+        max_tokens=st.one_of(st.none(), st.integers(1, 30)),
+        eos=st.sampled_from((0, 1, 8)),
+        seed=st.integers(0, 2**16),
+    )
+    def submit(self, prompt: int, n: int, max_tokens: int | None, eos: int, seed: int) -> None:
+        self.world.submit([seed % VOCAB] * prompt, n, max_tokens, eos, seed)
+
+    @rule(number=st.integers(0, 20))
+    def abort(self, number: int) -> None:
+        self.world.abort(f"r{number}")
+
+    @precondition(lambda self: self.world.speaking)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        self.world.stop(data.draw(st.sampled_from(sorted(self.world.speaking))))
+
+    @rule(at_submit=st.booleans())
+    def break_next(self, at_submit: bool) -> None:
+        self.world.break_next(at_submit)
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.world.step()
+
+    def teardown(self) -> None:
+        self.world.drain()
+        Life.events += self.world.events
+
+
+def test_no_life_of_moves_chosen_one_by_one_breaks_a_promise(record_property: pytest.RecordProperty) -> None:
+    Life.events = 0
+    run_state_machine_as_test(
+        Life,
+        settings=settings(QUIET, max_examples=250, stateful_step_count=40),
+    )
+    record_property("core events", Life.events)
+    assert Life.events > 1000
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
+def test_the_bound_on_waiting_is_exact_with_one_seat_and_one_token_a_step(overlap: bool) -> None:
+    world = World(Shape(seats=1, step_tokens=1, block_size=2, blocks=6, max_length=12, overlap=overlap))
+    for _ in range(3):
+        world.submit([1, 2, 3, 4], n=1, max_tokens=5, eos=0, seed=7)
+    bounds = {name: (record.seated_by, record.ended_by) for name, record in world.live.items()}
+    seated, ended = {}, {}
+    while world.engine.has_work:
+        before = set(world.live)
+        world.step()
+        plans = world.scheduler.plans
+        seated.update({sequence.request.id: plans for sequence in world.scheduler.newcomers})
+        ended.update(dict.fromkeys(before - set(world.live), plans))
+    assert {name: (seated[name], ended[name]) for name in bounds} == bounds

@@ -1,0 +1,267 @@
+"""A small world to drive at random: the real engine and scheduler over the fake executor, watched at every event.
+
+An event is one of: a request submitted (or refused), an abort, a stop, a failure of the executor, a slice planned, a
+token applied. Tokens that are discarded because their sequence ended before they came are not counted, nor are steps.
+After every call that changes the scheduler, its `check()` runs and everything promised below is asserted.
+
+Nobody starves under fcfs, and this is the proof that the world asserts. Order sequences by arrival. The youngest yields
+and the oldest joins, so the running ones are always older than the waiting ones; hence the oldest of all runs in every
+plan, and as first in the batch it may take the memory of all others, so it is never preempted again. In each plan it
+decodes a token, or computes of its prompt what the decodes of the other seats leave: at least
+c = step_tokens - max_sequences + 1 tokens. So a sequence with a prompt of P tokens that may grow to L is the oldest for
+at most D = ceil(P / c) + (L - P) - 1 plans, and one more when steps overlap, since its last token is then seen a plan
+later. (Having been preempted with some of its answer only shortens this: that part is recomputed c tokens a plan.)
+A request is therefore seated within 1 + sum(D) plans over the sequences before it, and ended within sum(D) over those
+and its own. With one seat and one token a step the bound is exact (see test_properties).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fakes import VOCAB, FakeExecutor, ManualClock, answer_to
+
+from chairlift.core.blocks import BlockPool
+from chairlift.core.errors import RequestError
+from chairlift.core.params import SamplingParams
+from chairlift.core.plan import Event, StepPlan, StepResult
+from chairlift.core.request import FinishReason, Phase, Request, Sequence
+from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How small the world is."""
+
+    seats: int
+    step_tokens: int
+    block_size: int
+    blocks: int
+    max_length: int
+    overlap: bool
+
+    def turns(self, prompt: int, limit: int) -> int:
+        """D: how many plans a sequence can be the oldest for."""
+        share = self.step_tokens - self.seats + 1
+        return -(-prompt // share) + limit - prompt - 1 + self.overlap
+
+
+@dataclass(eq=False)
+class Record:
+    """What one request must get, and what it has got so far."""
+
+    request: Request
+    answers: list[tuple[list[int], FinishReason]]
+    turns: int  # how many plans each of its sequences can be the oldest for
+    seated_by: int  # the plan in which it has a seat at the latest
+    ended_by: int  # the plan after which it has ended at the latest
+    received: list[int] = field(default_factory=list)  # how many tokens of each answer
+    ended: dict[int, FinishReason] = field(default_factory=dict)
+
+    @property
+    def sequences_left(self) -> int:
+        return len(self.answers) - len(self.ended)
+
+
+class WatchedScheduler(Scheduler):
+    """The scheduler, with its promises asserted after each call."""
+
+    events = 0
+    plans = 0
+    resumed = 0
+
+    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+        super().__init__(limits, pool)
+        self.yielded: set[Sequence] = set()  # preempted and not yet back
+        self.newcomers: list[Sequence] = []  # seated for the first time by the last plan
+        self._last_seated = -1
+
+    def submit(self, request: Request) -> None:
+        self.events += 1
+        try:
+            super().submit(request)
+        finally:
+            self.check()
+
+    def plan(self, now: float) -> StepPlan:
+        step = super().plan(now)
+        self.check()
+        self.plans += 1
+        self.events += len(step.slices)
+        limits, running = self.limits, self.running
+        assert step.tokens <= limits.step_tokens, f"{step.tokens} tokens in a step of {limits.step_tokens}"
+        assert len(running) <= limits.max_sequences, f"{len(running)} sequences in {limits.max_sequences} seats"
+        if running and len(self.waiting):
+            first = min(sequence.rank for sequence in self.waiting)
+            assert running[-1].rank < first, f"{running[-1]} has overtaken one that waits"
+        self._watch_seats(step)
+        return step
+
+    def _watch_seats(self, step: StepPlan) -> None:
+        for sequence in step.preempted:
+            assert sequence.phase is Phase.WAITING
+            self.yielded.add(sequence)
+        self.newcomers = []
+        for sequence in step.placed:
+            if sequence in self.yielded:
+                self.yielded.discard(sequence)
+                self.resumed += 1
+            elif sequence.index == 0:
+                assert sequence.order > self._last_seated, f"{sequence} was overtaken in admission"
+                self._last_seated = sequence.order
+                self.newcomers.append(sequence)
+
+    def apply(self, step: StepPlan, result: StepResult) -> list[Event]:
+        events = super().apply(step, result)
+        self.check()
+        self.events += len(events)
+        return events
+
+    def fail(self, step: StepPlan, error: str) -> list[Event]:
+        failing = live_requests_of(step)
+        running = [sequence for sequence in self.running if sequence.request.id not in failing]
+        events = super().fail(step, error)
+        self.check()
+        self.events += 1
+        assert self.running == running, "a failure ended sequences of requests that were not in the plan"
+        return events
+
+    def abort(self, request_id: str) -> list[Event]:
+        events = super().abort(request_id)
+        self.check()
+        self.events += 1
+        return events
+
+    def stop(self, sequence: Sequence) -> list[Event]:
+        events = super().stop(sequence)
+        self.check()
+        self.events += 1
+        return events
+
+
+class World:
+    """Submits, aborts, stops, breaks and steps; and holds every answer against what the model says alone."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        limits = Limits(shape.seats, shape.step_tokens, shape.max_length, VOCAB)
+        self.scheduler = WatchedScheduler(limits, BlockPool(shape.blocks, shape.block_size))
+        self.executor = FakeExecutor(shape.seats, shape.blocks, shape.block_size, shape.max_length)
+        self.engine = Engine(self.scheduler, self.executor, ManualClock(), overlap=shape.overlap)
+        self.live: dict[str, Record] = {}
+        self.speaking: dict[tuple[str, int], Sequence] = {}  # live sequences whose tokens have begun to come
+        self.submitted = 0
+        self.refused = 0
+
+    @property
+    def events(self) -> int:
+        return self.scheduler.events
+
+    # ---- what can happen
+
+    def submit(self, prompt: list[int], n: int, max_tokens: int | None, eos: int, seed: int) -> None:
+        """Ask for something that may be impossible: then it must be refused, and nothing else."""
+        shape = self.shape
+        params = SamplingParams(n=n, max_tokens=max_tokens)
+        request = Request(f"r{self.submitted}", prompt, params, seed=seed, eos_ids=frozenset(range(eos)))
+        self.submitted += 1
+        is_possible = 0 < len(prompt) < shape.max_length and n <= shape.seats
+        try:
+            self.engine.submit(request)
+        except RequestError:
+            assert not is_possible, f"{len(prompt)} tokens and n={n} should fit {shape}"
+            self.refused += 1
+            return
+        assert is_possible, f"{len(prompt)} tokens and n={n} should not fit {shape}"
+        limit = shape.max_length if max_tokens is None else min(shape.max_length, len(prompt) + max_tokens)
+        turns = shape.turns(len(prompt), limit)
+        ahead = self.scheduler.plans + sum(record.turns * record.sequences_left for record in self.live.values())
+        answers = [answer_to(request, index, limit) for index in range(n)]
+        self.live[request.id] = Record(request, answers, turns, ahead + 1, ahead + turns * n, [0] * n)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, or none if it has ended: what it held is free at once, and it is heard of no more."""
+        record = self.live.get(request_id)
+        self._read(self.engine.abort(request_id))
+        assert request_id not in self.live
+        assert record is None or FinishReason.ABORT in record.ended.values()
+
+    def stop(self, key: tuple[str, int]) -> None:
+        """End one sequence whose tokens have begun to come, as the text side does on a stop string."""
+        sequence, record = self.speaking[key], self.live[key[0]]
+        self._read(self.engine.stop(sequence))
+        assert record.ended[key[1]] is FinishReason.STOP
+        assert not sequence.table.blocks
+
+    def break_next(self, at_submit: bool) -> None:
+        """Let the executor fail in the next pass that it starts, or that it collects."""
+        if at_submit:
+            self.executor.breaks_at_submit = True
+        else:
+            self.executor.breaks_at_collect = True
+
+    def step(self) -> None:
+        """One step of the engine; all it says must be true, and in time."""
+        events = self.engine.step()
+        plans = self.scheduler.plans
+        for sequence in self.scheduler.newcomers:
+            record = self.live[sequence.request.id]
+            assert plans <= record.seated_by, f"{sequence} sat down in plan {plans}, not by {record.seated_by}"
+        self._read(events)
+        for record in self.live.values():
+            assert plans < record.ended_by, f"{record} has not ended by plan {record.ended_by}"
+
+    def drain(self) -> None:
+        """Step until nothing is left; the bound on waiting makes sure that this ends."""
+        while self.engine.has_work:
+            self.step()
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        assert not self.live, "requests were lost"
+        assert not self.speaking
+        assert not scheduler.yielded, "preempted sequences never came back"
+        assert pool.free == pool.total
+        assert scheduler.counters.submitted == self.submitted
+        assert scheduler.counters.rejected == self.refused
+
+    # ---- what is heard of it
+
+    def _read(self, events: list[Event]) -> None:
+        for event in events:
+            sequence = event.sequence
+            key = sequence.request.id, sequence.index
+            record = self.live[sequence.request.id]
+            tokens, reason = record.answers[sequence.index]
+            assert sequence.index not in record.ended, f"{sequence} was heard of after its end"
+            if event.token is not None:
+                place = record.received[sequence.index]
+                assert event.token == tokens[place], f"token {place} of {sequence} is {event.token}, not {tokens[place]}"
+                record.received[sequence.index] = place + 1
+                self.speaking[key] = sequence
+                natural = reason if place + 1 == len(tokens) else None
+                assert event.finish_reason is natural, f"{sequence} said {event.finish_reason}, not {natural}"
+            if event.finish_reason is not None:
+                self._read_end(event, record)
+
+    def _read_end(self, event: Event, record: Record) -> None:
+        sequence, reason = event.sequence, event.finish_reason
+        assert reason is not None
+        assert sequence.phase is Phase.DONE
+        assert sequence.output == record.answers[sequence.index][0][: record.received[sequence.index]]
+        if sequence in self.scheduler.yielded:
+            # It ended while it waited: with a token, only if that was in flight when it yielded.
+            assert event.token is None or self.shape.overlap
+            self.scheduler.yielded.discard(sequence)
+        record.ended[sequence.index] = reason
+        self.speaking.pop((sequence.request.id, sequence.index), None)
+        if reason in (FinishReason.ABORT, FinishReason.ERROR) and not sequence.is_forked:
+            record.ended |= dict.fromkeys(range(1, len(record.answers)), reason)  # siblings that were never born
+        assert (reason is FinishReason.ERROR) == (event.error is not None)
+        if not record.sequences_left:
+            del self.live[sequence.request.id]
+
+
+def live_requests_of(step: StepPlan) -> set[str]:
+    """The requests that have a sequence in the plan which has not ended since."""
+    sequences = [piece.sequence for piece in step.slices] + step.samples
+    return {sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE}

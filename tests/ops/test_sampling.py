@@ -1,0 +1,109 @@
+"""Sampling on logits: filters keep exactly what they promise, and noise is fair and depends on its key alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from chairlift.ops import sampling
+
+
+def keys(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 2**32, (count, 2), generator=torch.Generator().manual_seed(seed))
+
+
+def kept(logits: torch.Tensor, k: int = 0, p: float = 1.0, min_p: float = 0.0) -> list[list[int]]:
+    rows = logits.shape[0]
+    out = sampling.keep_likeliest(
+        logits.clone(), torch.tensor([k] * rows), torch.tensor([p] * rows), torch.tensor([min_p] * rows)
+    )
+    for before, after in zip(logits, out, strict=True):  # what is kept is unchanged
+        assert torch.equal(after[after > -torch.inf], before[after > -torch.inf])
+    return [torch.nonzero(row > -torch.inf).flatten().tolist() for row in out]
+
+
+PROBS = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]])
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    assert kept(PROBS.log(), k=2) == [[1, 3]]
+    assert kept(PROBS.log(), k=50) == [[0, 1, 2, 3, 4]]
+
+
+def test_top_k_keeps_one_of_two_equals() -> None:
+    assert len(kept(torch.zeros(1, 6), k=1)[0]) == 1
+
+
+def test_top_p_keeps_the_fewest_that_reach_p() -> None:
+    assert kept(PROBS.log(), p=0.39) == [[1]]
+    assert kept(PROBS.log(), p=0.41) == [[1, 3]]
+    assert kept(PROBS.log(), p=0.84) == [[1, 3, 4]]
+    assert kept(PROBS.log(), p=1e-9) == [[1]]
+
+
+def test_top_p_counts_shares_of_what_top_k_left() -> None:
+    assert kept(PROBS.log(), k=2, p=0.5) == [[1]]  # 0.4 / 0.7 is more than half
+
+
+def test_min_p_keeps_what_is_a_share_of_the_likeliest() -> None:
+    assert kept(PROBS.log(), min_p=0.3) == [[1, 3, 4]]
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
+def test_the_fast_path_matches_the_sort_of_the_whole_vocabulary(scale: float) -> None:
+    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * scale
+    k = torch.tensor([0, 0, 40, 2000, 0, 1])
+    p = torch.tensor([0.9, 0.5, 1.0, 0.7, 0.999, 1.0])
+    fast = sampling.keep_likeliest(logits, k, p, torch.zeros(6))
+    slow = sampling.keep_likeliest_reference(logits, k, p)
+    for quick, sure in zip(fast, slow, strict=True):
+        # Cumulative sums differ in the last bit, so that the very last token kept may differ.
+        assert ((quick > -torch.inf) != (sure > -torch.inf)).sum() <= 1
+
+
+def test_uniform_numbers_equal_the_reference_bit_for_bit() -> None:
+    uniform = torch.empty(3, 1001)
+    sampling._uniform(keys(3).numpy(), uniform.numpy(), 2)
+    assert torch.equal(uniform, sampling.uniform_reference(keys(3), 1001))
+    assert uniform.min() > 0
+    assert uniform.max() < 1
+
+
+def test_noise_depends_on_the_row_s_key_alone() -> None:
+    many = keys(50)
+    noise = sampling.gumbel(many, 700)
+    assert torch.equal(sampling.gumbel(many[7:8], 700)[0], noise[7])
+    assert len(torch.unique(noise[:, 0])) == 50
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Pearson's chi-squared over 40,000 draws: 5 degrees of freedom, far below the 1-in-a-million quantile of 37."""
+    probs = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
+    draws = 40_000
+    tokens = (probs.log() + sampling.gumbel(keys(draws), 6)).argmax(-1)
+    counts = np.bincount(tokens.numpy(), minlength=6)
+    expected = probs.numpy() * draws
+    assert ((counts - expected) ** 2 / expected).sum() < 37
+
+
+def test_neighbouring_tokens_and_keys_are_uncorrelated() -> None:
+    noise = sampling.uniform_reference(torch.stack([torch.arange(400), torch.zeros(400).long()], 1), 400)
+    for a, b in ((noise[:, :-1], noise[:, 1:]), (noise[:-1], noise[1:])):
+        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert correlation.abs() < 0.015  # 160,000 pairs: six standard deviations
+
+
+def test_penalties_follow_their_definitions() -> None:
+    logits = torch.tensor([[2.0, -1.0, 3.0, 0.5, 1.0]])
+    history = torch.tensor([[0, 1, 2, 2, 4]], dtype=torch.int32)  # the prompt is 0 1; the 4 is not real
+    sampling.penalize_(
+        logits, history, torch.tensor([2]), torch.tensor([4]), torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([0.1])
+    )
+    assert torch.allclose(logits, torch.tensor([[1.0, -2.0, 1.5 - 0.2 - 0.5, 0.5, 1.0]]))
+
+
+def test_scores_are_log_probabilities_with_ranks() -> None:
+    chosen, rank, values, ids = sampling.score(PROBS.log(), torch.tensor([4]), 2)
+    assert chosen.exp().tolist() == pytest.approx([0.15])
+    assert rank.tolist() == [3]
+    assert ids.tolist() == [[1, 3]]
+    assert values.exp().tolist() == [pytest.approx([0.4, 0.3])]
