@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from chairlift import __version__
+from chairlift.commands import bench
 from chairlift.commands.batch import batch
 from chairlift.commands.chat import chat
 from chairlift.commands.pull import pull
@@ -27,6 +28,7 @@ app.command()(run)
 app.command()(chat)
 app.command()(batch)
 app.command()(pull)
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from chairlift.core.errors import RequestError
+from chairlift.core.errors import ModelError, RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event
 from chairlift.core.request import Request
@@ -45,7 +45,7 @@ class LLM:
         self.engine = self._built.engine
         self.config = self._built.config
         self.capacity = self._built.capacity
-        self.tokenizer = read_tokenizer(self._built.checkpoint)
+        self.tokenizer, self._no_tokenizer = read_tokenizer(self._built.checkpoint)
         self._ids = count()
         self._seeds = random.Random(self.settings.model.seed)
         self._tracks: dict[str, _Track] = {}
@@ -154,7 +154,7 @@ class LLM:
         text, ids = self._encode(prompt)
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
-            raise RequestError(f"{self.model} has no tokenizer, so stop and bad_words cannot be read: use token ids")
+            raise RequestError(f"stop and bad_words cannot be read: {self._no_tokenizer}; use stop_token_ids")
         request = Request(
             id=f"r{next(self._ids)}",
             prompt=ids,
@@ -170,21 +170,21 @@ class LLM:
         return track
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
+            if not prompt.keys() & {"prompt", "prompt_token_ids"}:
                 raise RequestError('a prompt given as a mapping needs "prompt" or "prompt_token_ids"')
-            prompt = prompt["prompt"]
+            text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty: give at least one character")
             return prompt, self._require_tokenizer().encode(prompt)
-        ids = list(prompt)
-        for token in ids:
+        ids: list[int] = []
+        for token in prompt or ():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise RequestError(f"the prompt holds {token!r}, not a token id: give text or a list of whole numbers")
-        return None, ids
+            ids.append(token)
+        return text, ids
 
     def _eos_ids(self) -> frozenset[int]:
         own = self.tokenizer.eos_token_id if self.tokenizer else None
@@ -192,7 +192,7 @@ class LLM:
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{self.model} has random weights and no tokenizer: give prompts as token ids")
+            raise RequestError(f"text cannot be read: {self._no_tokenizer}; give prompts as token ids")
         return self.tokenizer
 
     # ---- news out
@@ -320,13 +320,16 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
-def read_tokenizer(checkpoint: Checkpoint | None) -> Tokenizer | None:
-    """The checkpoint's own tokenizer; random weights have none."""
+def read_tokenizer(checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, str]:
+    """The checkpoint's own tokenizer, or why there is none: token ids in and out work without."""
     if checkpoint is None:
-        return None
-    if isinstance(checkpoint, GgufCheckpoint):
-        return Tokenizer.from_gguf(checkpoint.metadata)
-    return Tokenizer.from_folder(checkpoint.path)
+        return None, "random weights have no tokenizer"
+    try:
+        if isinstance(checkpoint, GgufCheckpoint):
+            return Tokenizer.from_gguf(checkpoint.metadata), ""
+        return Tokenizer.from_folder(checkpoint.path), ""
+    except ModelError as error:
+        return None, str(error)
 
 
 def spell_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ def test_it_matches_the_reference(depth: int, width: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(depth * rows)
     weight, bias = torch.randn(width, depth, generator=generator), torch.randn(width, generator=generator)
     x, residual = torch.randn(rows, depth, generator=generator), torch.randn(rows, width, generator=generator)
-    bound = 1e-6 + 1e-7 * depth  # one chain of multiply-adds: the rounding of partial sums grows with its length
+    bound = 1e-6 + 4e-7 * depth  # one chain of multiply-adds: the rounding of partial sums grows with its length
     for b in (None, bias):
         exact = linear_reference(x.double(), weight.double(), None if b is None else b.double())
         assert (Weight(weight, b)(x).double() - exact).abs().max() < bound

@@ -1,0 +1,97 @@
+"""One engine in its own process: `python -m chairlift.bench.peers NAME TASK.json WORKLOAD.json`.
+
+It answers on stdout with JSON lines: {"ready": ...} or {"unavailable": ...}, then one {"run": ...} for each line that
+comes in. The end of its input ends it, so that it never outlives the one who started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from chairlift.bench.peers import Peer, Task, Unavailable, load
+from chairlift.core.errors import ChairliftError
+
+
+def main(name: str, task_file: str, workload_file: str) -> None:
+    """Get ready, then run whenever told to."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log, not among the replies
+    commands = listen()
+
+    def reply(**message: Any) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    task = Task(**json.loads(Path(task_file).read_text()))
+    work = json.loads(Path(workload_file).read_text())
+    try:
+        peer = load(name, task)
+        # Kernels are compiled, graphs captured and pools started before anything is timed.
+        peer.run([prompt[:64] for prompt in work["prompts"][:8]], [min(4, count) for count in work["outputs"][:8]])
+    except (Unavailable, ChairliftError) as reason:
+        reply(unavailable=str(reason))
+        return
+    reply(ready=peer.describe())
+    while commands.get() == "run":
+        reply(run=timed(peer, work["prompts"], work["outputs"], task.device))
+
+
+def timed(peer: Peer, prompts: list[list[int]], outputs: list[int], device: str) -> dict[str, Any]:
+    """One run: how long it took, and for each request its tokens and when they came."""
+    forget_peak(device)
+    start = time.monotonic()
+    finished = peer.run(prompts, outputs)
+    seconds = time.monotonic() - start
+    return {
+        "seconds": seconds,
+        "peak_bytes": peak_bytes(device),
+        "requests": [
+            {"first": each.first - start, "last": each.last - start, "tokens": each.tokens} for each in finished
+        ],
+    }
+
+
+def listen() -> queue.Queue[str]:
+    """Commands as they come in; the end of the input ends the process, even in the middle of a run."""
+    commands: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(line.strip())
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return commands
+
+
+def forget_peak(device: str) -> None:
+    """From here on, count the memory peak anew: loading is not what is measured."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: str) -> int | None:
+    """The most memory held since then: the device's, or resident pages of the process."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_reserved())
+    if sys.platform != "linux":
+        return None
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,140 @@
+"""Greedy float32 tokens equal transformers', whatever the batch, the chunking, the preemptions or the loop."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from chairlift import LLM, SamplingParams
+from chairlift.models.checkpoint import open_checkpoint
+from chairlift.models.sources import resolve
+from tiny import make_tiny_model
+
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with grouped heads": ("LlamaForCausalLM", {"head_dim": 32}),
+    "llama, tied, one KV head each": ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama with llama3 rope": ("LlamaForCausalLM", {"rope_parameters": ROPE_LLAMA3}),
+    "llama with linear rope": ("LlamaForCausalLM", {"rope_parameters": ROPE_LINEAR}),
+    "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama with a head size no tile fits": ("LlamaForCausalLM", {"head_dim": 24}),
+    "mistral with a window": ("MistralForCausalLM", {"sliding_window": 24}),
+    "mistral without a window": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2 with a window in some layers": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen2 with yarn": ("Qwen2ForCausalLM", {"rope_parameters": ROPE_YARN}),
+    "qwen3, tied": ("Qwen3ForCausalLM", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+# Ways to run that must not change a token. The KV cache of the last ones holds one full-length sequence, so that
+# twelve together preempt one another all the time.
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "overlapped": {"overlap": True},
+    "chunked at 16": {"step_tokens": 16, "max_sequences": 8},
+    "preempted": {"max_length": 256, "kv_tokens": 256},
+    "preempted, overlapped, chunked": {
+        "max_length": 256, "kv_tokens": 256, "overlap": True, "step_tokens": 24, "max_sequences": 12,
+    },
+    "in large blocks": {"block_size": 48},
+}  # fmt: skip
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def continue_with_transformers(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("architecture", "config"), MODELS.values(), ids=MODELS.keys())
+def test_every_family_equals_transformers_in_every_way_to_run(
+    architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, **config)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(12)]
+    expected = [continue_with_transformers(reference, prompt, 40) for prompt in prompts]
+    for way, settings in WAYS.items():
+        llm = LLM(str(folder), progress=False, **settings)
+        got = [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)]
+        assert got == expected, way
+        assert (llm.engine.scheduler.counters.preemptions > 0) == ("preempted" in way)
+        llm.engine.scheduler.check()
+
+
+QUESTIONS = [
+    f"{ask} {topic}?"
+    for topic in ("gravity", "a prime number", "the capital of France", "photosynthesis", "12 times 12",
+                  "a haiku", "the speed of light", "TCP", "the French Revolution", "a chairlift")
+    for ask in ("What is", "Explain in one sentence:", "Why do people care about", "Tell me a joke about", "¿Qué es")
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Any:
+    """The default model's real weights in transformers."""
+    checkpoint = open_checkpoint(resolve("smollm2-135m", progress=False))
+    config = {key: value for key, value in checkpoint.config.items() if key != "architectures"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).float().eval()
+    weights = {name: checkpoint.tensor(name, torch.float32) for name in checkpoint.names()}
+    missing = model.load_state_dict(weights, strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"])
+    assert not missing.unexpected_keys
+    return model
+
+
+def likeliest_after(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """What transformers would take at each place of an answer, given all before it: if that is the answer itself, its
+    greedy decoding gives that answer."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_the_default_model_equals_transformers_on_fifty_prompts(smollm: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+
+    def answers(*, alone: bool = False, **settings: Any) -> tuple[list[list[int]], list[list[int]], int]:
+        llm = LLM(progress=False, max_length=512, **settings)
+        prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
+        batches = [[prompt] for prompt in prompts] if alone else [prompts]
+        results = [result for batch in batches for result in llm.generate(batch, params)]
+        llm.engine.scheduler.check()
+        return prompts, [result.outputs[0].token_ids for result in results], llm.engine.scheduler.counters.preemptions
+
+    prompts, together, _ = answers()
+    assert len(prompts) == 50
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert likeliest_after(smollm, prompt, answer) == answer
+    for prompt, answer in list(zip(prompts, together, strict=True))[::10]:
+        assert continue_with_transformers(smollm, prompt, len(answer)) == answer
+    assert answers(alone=True)[1] == together
+    assert answers(step_tokens=16, max_sequences=16)[1] == together
+    _, squeezed, preemptions = answers(kv_tokens=1024)
+    assert squeezed == together
+    assert preemptions > 0
