@@ -231,7 +231,7 @@ class LLM:
             if track is None:
                 continue
             if track.read(event, self.engine.clock.now):
-                self._dispatch(self.engine.stop(event.sequence))
+                self.engine.stop(event.sequence)  # its event is no news: the text has ended already
             if track.output.finished:
                 del self._tracks[track.request.id]
         return tokens
@@ -239,10 +239,12 @@ class LLM:
     def _stream(self, track: _Track) -> Iterator[Chunk]:
         try:
             while True:
-                yield from track.take_chunks()
-                if track.output.finished:
+                if chunks := track.take_chunks():
+                    yield from chunks  # meanwhile another stream's steps may bring this one more
+                elif track.output.finished:
                     break
-                self._step()
+                else:
+                    self._step()
             if track.error:
                 raise RequestError(f"request {track.request.id} failed: {track.error}")
         finally:

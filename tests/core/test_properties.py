@@ -96,9 +96,7 @@ def cause_trouble(world: World, random: Random) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
-def test_half_a_million_random_events_break_no_promise(
-    overlap: bool, record_property: pytest.RecordProperty
-) -> None:
+def test_half_a_million_random_events_break_no_promise(overlap: bool, record_property: pytest.RecordProperty) -> None:
     seen = dict.fromkeys(("events", "preemptions", "resumed", "copied", "failed", "aborted"), 0)
 
     @settings(QUIET, max_examples=WALKS)

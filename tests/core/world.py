@@ -235,7 +235,9 @@ class World:
             assert sequence.index not in record.ended, f"{sequence} was heard of after its end"
             if event.token is not None:
                 place = record.received[sequence.index]
-                assert event.token == tokens[place], f"token {place} of {sequence} is {event.token}, not {tokens[place]}"
+                assert event.token == tokens[place], (
+                    f"token {place} of {sequence} is {event.token}, not {tokens[place]}"
+                )
                 record.received[sequence.index] = place + 1
                 self.speaking[key] = sequence
                 natural = reason if place + 1 == len(tokens) else None

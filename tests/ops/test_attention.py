@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 class Pages:
     """Sequences with known keys and values, scattered over a cache."""
 
-    def __init__(self, pieces: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, block_size: int = 16) -> None:
+    def __init__(
+        self, pieces: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, block_size: int = 16
+    ) -> None:
         """`pieces` are (tokens before this step, tokens of this step)."""
         self.pieces = pieces
         self.contexts = [before + now for before, now in pieces]
@@ -94,7 +96,9 @@ def test_a_head_size_that_no_tile_fits_takes_the_reference() -> None:
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=6), st.integers(0, 50))
 def test_any_mix_of_slices_matches(pieces: list[tuple[int, int]], window: int) -> None:
     pages = Pages(pieces, 6, 2, 16)
-    assert (paged_attention(pages.q, pages.cache, 1, pages.batch, window).double() - pages.dense(window)).abs().max() < 3e-6
+    assert (
+        paged_attention(pages.q, pages.cache, 1, pages.batch, window).double() - pages.dense(window)
+    ).abs().max() < 3e-6
 
 
 def test_extreme_scores_stay_finite() -> None:

@@ -96,7 +96,13 @@ def test_penalties_follow_their_definitions() -> None:
     logits = torch.tensor([[2.0, -1.0, 3.0, 0.5, 1.0]])
     history = torch.tensor([[0, 1, 2, 2, 4]], dtype=torch.int32)  # the prompt is 0 1; the 4 is not real
     sampling.penalize_(
-        logits, history, torch.tensor([2]), torch.tensor([4]), torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([0.1])
+        logits,
+        history,
+        torch.tensor([2]),
+        torch.tensor([4]),
+        torch.tensor([2.0]),
+        torch.tensor([0.5]),
+        torch.tensor([0.1]),
     )
     assert torch.allclose(logits, torch.tensor([[1.0, -2.0, 1.5 - 0.2 - 0.5, 0.5, 1.0]]))
 

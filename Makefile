@@ -1,0 +1,40 @@
+# Everything a fresh clone needs: Python 3.11 or newer with pip and venv, and nothing else installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: chat test check bench clean
+
+chat: $(VENV)/.run
+	@$(BIN)/chairlift chat
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	@$(BIN)/ruff format --check src tests
+	@$(BIN)/ruff check src tests
+	@$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	@$(BIN)/chairlift bench offline --shape smollm2-135m --workload cpu64 --compare transformers
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Two marks: what it takes to run, and what it takes to develop. Each is made again when pyproject.toml changes.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Chairlift needs Python 3.11 or newer; this is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
+	@echo "making an environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	@echo "installing Chairlift (a few minutes the first time: PyTorch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing Chairlift and its development tools (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.run

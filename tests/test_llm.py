@@ -1,0 +1,395 @@
+"""LLM as its user meets it: prompts in, answers out, every parameter kept, bad input refused and nothing lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, ChairliftError, SamplingParams
+from chairlift.core.errors import CapacityError, ModelError, RequestError, SettingsError
+from tiny import make_tiny_model
+
+PROMPT = "The chairlift never stops"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A tiny model with a real tokenizer."""
+    return LLM(str(make_tiny_model(tmp_path_factory.mktemp("llm"))), progress=False, max_length=256, kv_tokens=4096)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(llm: LLM) -> Iterator[None]:
+    """After each test, whatever happened in it: no block held, every request accounted for, and the engine answers."""
+    yield
+    scheduler = llm.engine.scheduler
+    scheduler.check()
+    assert scheduler.pool.free == scheduler.pool.total
+    assert not scheduler.has_work
+    assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+
+
+def answer(llm: LLM, prompt: Any = PROMPT, **params: Any) -> Any:
+    params.setdefault("max_tokens", 24)
+    return llm.generate(prompt, SamplingParams(**params))[0].outputs[0]
+
+
+def text_of(llm: LLM, ids: list[int]) -> str:
+    assert llm.tokenizer is not None
+    return llm.tokenizer.decode(ids)
+
+
+# ---- prompts and results
+
+
+def test_a_result_has_the_shape_that_vllm_s_users_know(llm: LLM) -> None:
+    result = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
+    output = result.outputs[0]
+    assert result.prompt == PROMPT
+    assert text_of(llm, result.prompt_token_ids) == PROMPT
+    assert output.index == 0
+    assert len(output.token_ids) == 8
+    assert output.text == text_of(llm, output.token_ids)
+    assert output.finish_reason == "length"
+    assert output.logprobs is None
+    assert result.finished
+    metrics = result.metrics
+    assert metrics.arrival <= metrics.started <= metrics.first_token <= metrics.finished
+    assert metrics.ttft > 0
+    assert metrics.tpot > 0
+    assert metrics.output_tokens == 8
+
+
+def test_text_ids_and_mappings_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    ways = [PROMPT, ids, [ids], [PROMPT], {"prompt": PROMPT}, {"prompt_token_ids": ids}]
+    answers = [llm.generate(way, SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids for way in ways]
+    assert all(tokens == answers[0] for tokens in answers)
+
+
+def test_many_prompts_come_back_in_order_each_with_its_own_params(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
+    results = llm.generate(["one", "two", "three"], params)
+    assert [result.prompt for result in results] == ["one", "two", "three"]
+    assert [len(result.outputs[0].token_ids) for result in results] == [9, 1, 5]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    result = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4))[0]
+    written = llm.tokenizer.decode(result.prompt_token_ids, skip_special_tokens=False)
+    assert written == "<|begin|>user\nHello<|end|>\n<|begin|>assistant\n"
+    two = llm.chat([messages, messages], SamplingParams(temperature=0, max_tokens=4))
+    assert [r.outputs[0].token_ids for r in two] == [result.outputs[0].token_ids] * 2
+
+
+def test_a_stream_says_the_same_as_generate_piece_by_piece(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    chunks = list(llm.stream(PROMPT, params))
+    whole = llm.generate(PROMPT, params)[0].outputs[0]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert llm.engine.scheduler.pool.owned > 0
+    stream.close()
+    assert llm.engine.scheduler.pool.owned == 0
+    assert llm.engine.scheduler.counters.aborted > 0
+
+
+def test_two_streams_run_side_by_side(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    pairs = list(zip(llm.stream("one", params), llm.stream("two", params), strict=True))
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in ("one", "two")]
+    assert [[c.token_ids[0] for c in column] for column in zip(*pairs, strict=True)] == alone
+
+
+# ---- choosing tokens
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_any_company(llm: LLM) -> None:
+    params = SamplingParams(seed=7, max_tokens=20, ignore_eos=True)
+    alone = llm.generate(PROMPT, params)[0].outputs[0].token_ids
+    others = [SamplingParams(seed=n, max_tokens=15, ignore_eos=True, top_p=0.9) for n in range(10)]
+    crowd = llm.generate([PROMPT] + ["x" * n for n in range(1, 11)], [params, *others])
+    assert crowd[0].outputs[0].token_ids == alone
+    assert answer(llm, seed=8, max_tokens=20, ignore_eos=True).token_ids != alone
+
+
+def test_requests_without_a_seed_differ(llm: LLM) -> None:
+    results = llm.generate([PROMPT] * 4, SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True))
+    assert len({tuple(result.outputs[0].token_ids) for result in results}) == 4
+
+
+def test_n_answers_differ_and_each_repeats_with_the_seed(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=3, temperature=1.5, max_tokens=20, ignore_eos=True)
+    first, second = (llm.generate(PROMPT, params)[0].outputs for _ in range(2))
+    assert [output.index for output in first] == [0, 1, 2, 3]
+    assert [output.token_ids for output in first] == [output.token_ids for output in second]
+    assert len({tuple(output.token_ids) for output in first}) == 4
+    assert first[0].token_ids == answer(llm, seed=3, temperature=1.5, max_tokens=20, ignore_eos=True).token_ids
+
+
+def test_n_greedy_answers_are_the_greedy_answer(llm: LLM) -> None:
+    outputs = llm.generate(PROMPT, SamplingParams(n=3, temperature=0, max_tokens=20))[0].outputs
+    alone = answer(llm, temperature=0, max_tokens=20).token_ids
+    assert [output.token_ids for output in outputs] == [alone] * 3
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+def test_sampling_narrowed_to_one_token_is_greedy(llm: LLM, narrow: dict[str, float]) -> None:
+    assert answer(llm, seed=1, **narrow).token_ids == answer(llm, temperature=0).token_ids
+
+
+def test_logit_bias_can_force_and_forbid(llm: LLM) -> None:
+    assert answer(llm, temperature=0, logit_bias={42: 100.0}, max_tokens=5).token_ids == [42] * 5
+    usual = answer(llm, temperature=0, max_tokens=10, ignore_eos=True).token_ids
+    changed = answer(llm, temperature=0, max_tokens=10, ignore_eos=True, logit_bias={usual[0]: -100.0}).token_ids
+    assert usual[0] not in changed
+
+
+def test_only_allowed_tokens_come(llm: LLM) -> None:
+    tokens = answer(llm, allowed_token_ids=[10, 11, 12], max_tokens=40, seed=1).token_ids
+    assert set(tokens) == {10, 11, 12}
+
+
+def test_bad_words_never_appear_but_their_parts_may(llm: LLM) -> None:
+    free = answer(llm, temperature=0, max_tokens=40, ignore_eos=True)
+    word = text_of(llm, free.token_ids[3:6])
+    banned = answer(llm, temperature=0, max_tokens=40, ignore_eos=True, bad_words=[word])
+    assert llm.tokenizer.encode(word, add_special_tokens=False)
+    assert word not in banned.text or banned.token_ids[:4] == free.token_ids[:4]
+    ids = tuple(llm.tokenizer.encode(word, add_special_tokens=False))
+    found = [tuple(banned.token_ids[i : i + len(ids)]) for i in range(40)]
+    assert ids not in found
+
+
+def test_penalties_push_repeated_tokens_down(llm: LLM) -> None:
+    params = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "allowed_token_ids": list(range(20, 80))}
+    plain = answer(llm, **params).token_ids
+    for penalty in ({"repetition_penalty": 50.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+        assert len(set(answer(llm, **params, **penalty).token_ids)) > len(set(plain))
+
+
+def test_penalties_survive_preemption(tmp_path: Path) -> None:
+    """Each row's history is rebuilt when it comes back, so squeezing the cache must not change a token."""
+    folder = make_tiny_model(tmp_path)
+    params = SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=60)
+    prompts = [[n] * 20 for n in range(3, 15)]
+    roomy = LLM(str(folder), progress=False, max_length=128).generate(prompts, params)
+    tight_llm = LLM(str(folder), progress=False, max_length=128, kv_tokens=160)
+    tight = tight_llm.generate(prompts, params)
+    assert tight_llm.engine.scheduler.counters.preemptions > 0
+    assert [r.outputs[0].token_ids for r in tight] == [r.outputs[0].token_ids for r in roomy]
+
+
+# ---- stopping
+
+
+def test_the_end_token_stops_unless_ignored(llm: LLM) -> None:
+    eos = llm.tokenizer.eos_token_id
+    stopped = answer(llm, temperature=0, logit_bias={eos: 100.0})
+    assert stopped.token_ids == [eos]
+    assert stopped.text == ""
+    assert stopped.finish_reason == "stop"
+    assert answer(llm, temperature=0, logit_bias={eos: 100.0}, ignore_eos=True, max_tokens=3).finish_reason == "length"
+
+
+def test_min_tokens_holds_the_end_back(llm: LLM) -> None:
+    eos = llm.tokenizer.eos_token_id
+    tokens = answer(llm, temperature=0, logit_bias={eos: 100.0}, min_tokens=5).token_ids
+    assert len(tokens) == 6
+    assert tokens[-1] == eos
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_shown(llm: LLM) -> None:
+    free = answer(llm, temperature=0, max_tokens=24, ignore_eos=True)
+    stop = free.token_ids[5]
+    cut = answer(llm, temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[stop])
+    place = free.token_ids.index(stop)
+    assert cut.token_ids == free.token_ids[: place + 1]
+    assert cut.text == text_of(llm, free.token_ids[:place])
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_string_never_leaks_into_the_stream(llm: LLM, overlap: bool) -> None:
+    own = LLM(llm.model, progress=False, max_length=256, kv_tokens=512, overlap=overlap)
+    params = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    free = own.generate(PROMPT, SamplingParams(**params))[0].outputs[0]
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 5]
+    chunks = list(own.stream(PROMPT, SamplingParams(stop=stop, **params)))
+    text = "".join(chunk.text for chunk in chunks)
+    assert text == free.text[: free.text.index(stop)]
+    assert chunks[-1].finish_reason == "stop"
+    whole = own.generate(PROMPT, SamplingParams(stop=[stop, "never there"], **params))[0].outputs[0]
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == (text, "stop", stop)
+    assert whole.token_ids == free.token_ids[: len(whole.token_ids)]
+    assert stop in text_of(own, whole.token_ids)
+    shown = own.generate(PROMPT, SamplingParams(stop=stop, include_stop_str_in_output=True, **params))[0].outputs[0]
+    assert shown.text == text + stop
+    own.engine.scheduler.check()
+    assert own.engine.scheduler.pool.owned == 0
+
+
+def test_one_of_n_answers_may_stop_while_the_others_go_on(llm: LLM) -> None:
+    params = {"n": 3, "seed": 3, "temperature": 1.5, "max_tokens": 30, "ignore_eos": True}
+    free = llm.generate(PROMPT, SamplingParams(**params))[0].outputs
+    stop = free[1].text[3:7]
+    cut = llm.generate(PROMPT, SamplingParams(stop=stop, **params))[0].outputs
+    for before, after in zip(free, cut, strict=True):
+        assert after.text == before.text.split(stop)[0]
+
+
+def test_the_context_ends_an_answer_without_max_tokens(llm: LLM) -> None:
+    output = answer(llm, [9] * 250, max_tokens=None, ignore_eos=True)
+    assert len(output.token_ids) == 6
+    assert output.finish_reason == "length"
+
+
+# ---- log-probabilities
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(llm.model, dtype=torch.float32)
+    result = llm.generate(
+        PROMPT,
+        SamplingParams(seed=1, temperature=0.7, top_k=9, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2),
+    )[0]
+    output = result.outputs[0]
+    ids = result.prompt_token_ids + output.token_ids
+    with torch.inference_mode():
+        exact = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    first = len(result.prompt_token_ids)
+    for i, (token, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        row = exact[first + i - 1]
+        assert found[token].logprob == pytest.approx(row[token].item(), abs=1e-3)
+        assert found[token].rank == int((row > row[token]).sum()) + 1
+        assert found[token].decoded_token == llm.tokenizer.token_text(token)
+        assert set(row.topk(3).indices.tolist()) <= found.keys()
+    assert output.cumulative_logprob == pytest.approx(
+        sum(f[t].logprob for t, f in zip(output.token_ids, output.logprobs, strict=True))
+    )
+    assert result.prompt_logprobs[0] is None
+    for i, token in enumerate(result.prompt_token_ids[1:], 1):
+        assert result.prompt_logprobs[i][token].logprob == pytest.approx(exact[i - 1, token].item(), abs=1e-3)
+
+
+def test_prompt_logprobs_are_the_same_in_chunks(llm: LLM) -> None:
+    chunked = LLM(llm.model, progress=False, max_length=256, kv_tokens=512, step_tokens=16, max_sequences=4)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    prompt = list(range(3, 80))
+    whole, pieces = (engine.generate(prompt, params)[0].prompt_logprobs for engine in (llm, chunked))
+    assert whole == pieces
+
+
+# ---- bad input
+
+
+BAD_PROMPTS = {
+    "empty text": ("", "empty"),
+    "no ids": ([[]], "empty"),
+    "an id out of range": ([[5, 99999]], "99999"),
+    "a negative id": ([[-1]], "-1"),
+    "longer than the context": ([[7] * 400], "400"),
+    "not a token": ([["a", "b"]], "'a'"),
+    "a mapping without a prompt": ({"text": "hi"}, "prompt_token_ids"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "named"), BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
+def test_a_bad_prompt_is_one_clear_line_and_its_neighbours_are_freed(llm: LLM, prompt: Any, named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompt)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if isinstance(prompt, list):
+        with pytest.raises(RequestError):
+            llm.generate([[5, 6, 7], *prompt])
+
+
+def test_the_wrong_number_of_params_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 prompts came with 3"):
+        llm.generate(["a", "b"], [SamplingParams()] * 3)
+
+
+def test_n_beyond_the_batch_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n is 1000"):
+        llm.generate(PROMPT, SamplingParams(n=1000))
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.engine._executor._decoder), "forward", lambda *_: 1 / 0)
+        with pytest.raises(RequestError, match="division by zero"):
+            llm.generate([PROMPT] * 3)
+    assert llm.engine.scheduler.counters.failed == 3
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[ChairliftError], str]] = {
+    "an unknown setting": ({"speed": 11}, SettingsError, "speed"),
+    "a block size that is no multiple of 16": ({"block_size": 10}, SettingsError, "10"),
+    "a context longer than the model's": ({"max_length": 100_000}, SettingsError, "100000"),
+    "a step smaller than the batch": ({"step_tokens": 8, "max_sequences": 16}, SettingsError, "step_tokens is 8"),
+    "no memory for one full request": ({"kv_tokens": 100}, CapacityError, "512"),
+    "more cache than memory": ({"kv_tokens": 10**12}, CapacityError, "1,000,000,000,000"),
+    "an unknown dtype": ({"dtype": "int3"}, SettingsError, "int3"),
+    "an unknown device": ({"device": "abacus"}, SettingsError, "abacus"),
+    "an unknown policy": ({"policy": "luck"}, SettingsError, "luck"),
+}
+
+
+@pytest.mark.parametrize(("settings", "kind", "named"), BAD_SETTINGS.values(), ids=BAD_SETTINGS.keys())
+def test_a_bad_setting_is_one_clear_line(
+    llm: LLM, settings: dict[str, Any], kind: type[ChairliftError], named: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        LLM(llm.model, progress=False, **settings)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_architecture_lists_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}')
+    with pytest.raises(ModelError, match=r"RwkvForCausalLM.*LlamaForCausalLM"):
+        LLM(str(tmp_path), progress=False, load_format="dummy")
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    config = (folder / "config.json").read_text().replace('"intermediate_size": 128', '"intermediate_size": 96')
+    (folder / "config.json").write_text(config)
+    with pytest.raises(ModelError, match="gate_proj"):
+        LLM(str(folder), progress=False)
+
+
+# ---- other ways to load
+
+
+def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, tokenizer=False)
+    (folder / "model.safetensors").unlink()
+    own = LLM(str(folder), progress=False, load_format="dummy", max_length=64)
+    assert len(own.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match="token ids"):
+        own.generate("text")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_stays_close(llm: LLM, dtype: str) -> None:
+    half = LLM(llm.model, progress=False, dtype=dtype, max_length=64)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    exact, rough = (engine.generate([5, 9, 33, 8], params)[0].outputs[0] for engine in (llm, half))
+    assert rough.token_ids == exact.token_ids
+    assert rough.cumulative_logprob == pytest.approx(exact.cumulative_logprob, abs=0.2)
