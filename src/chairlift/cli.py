@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from io import TextIOWrapper
 from typing import Annotated
@@ -51,6 +52,7 @@ def main() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # one odd byte must not end an answer
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files are closed and processes ended
     try:
         app()
     except ChairliftError as error:

@@ -63,7 +63,7 @@ class ManualClock:
         return self.time
 
 
-class BrokenPass(RuntimeError):
+class BrokenPassError(RuntimeError):
     """The failure that a test asked the executor for."""
 
 
@@ -108,7 +108,7 @@ class FakeExecutor:
         if self.breaks_at_submit:
             self.breaks_at_submit = False
             self._leave_garbage(plan)
-            raise BrokenPass("the device fell off the bus")
+            raise BrokenPassError("the device fell off the bus")
         self._move_blocks(plan)
         flat = self._write(plan)
         self._verify_contexts(plan)
@@ -122,7 +122,7 @@ class FakeExecutor:
             complain("steps were not collected in the order they were submitted")
         if self.breaks_at_collect:
             self.breaks_at_collect = False
-            raise BrokenPass("the device never answered")
+            raise BrokenPassError("the device never answered")
         return StepResult(ticket.tokens)
 
     def _move_blocks(self, plan: StepPlan) -> None:

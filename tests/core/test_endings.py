@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 import pytest
+from examples import END, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
 from fakes import answer_to, sequences_of
-from helpers import END, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
 
 from chairlift.core.plan import Event
 from chairlift.core.request import FinishReason, Phase
@@ -222,9 +222,7 @@ def test_a_failed_step_says_nothing_of_requests_that_ended_before() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
 @pytest.mark.parametrize("at", ["submit", "collect"])
-def test_the_engine_survives_an_executor_that_breaks(
-    at: str, overlap: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_engine_survives_an_executor_that_breaks(at: str, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = scheduler_of(seats=1)
     engine, executor = engine_of(scheduler, overlap=overlap)
     engine.submit(request("broken", eos=None, max_tokens=5))
@@ -234,7 +232,7 @@ def test_the_engine_survives_an_executor_that_breaks(
         events = run_dry(engine)
     assert ends(events) == [("broken", 0, FinishReason.ERROR), ("fine", 0, FinishReason.LENGTH)]
     (error,) = [event.error for event in events if event.error]
-    assert error.startswith("the step failed: BrokenPass: the device")
+    assert error.startswith("the step failed: BrokenPassError: the device")
     assert [event.token for event in events if event.sequence.request is fine] == answer_to(fine, 0, 6)[0]
     assert "a step of 1 slices failed" in caplog.text
     assert holds_nothing(scheduler)
@@ -294,17 +292,34 @@ def test_overlapped_the_next_step_is_under_way_before_the_last_is_seen() -> None
 
 
 def test_a_sequence_preempted_with_its_last_token_in_flight_ends_in_the_queue() -> None:
-    scheduler = scheduler_of(blocks=3, block_size=2, max_length=6)
-    old, young = ask(scheduler, "old", prompt=2), ask(scheduler, "young", prompt=1, max_tokens=2)
+    scheduler = scheduler_of(blocks=4, block_size=2, max_length=8)
+    old, young = ask(scheduler, "old", prompt=2), ask(scheduler, "young", prompt=1, max_tokens=3)
     step(scheduler)
-    in_flight = scheduler.plan(0.0)  # old grows to two blocks; young samples its last token in the block it has
-    assert sequences_of(in_flight) == [old, young]
+    step(scheduler)
+    in_flight = scheduler.plan(0.0)  # both now hold two blocks, and the last token of the young one is on its way
     assert young.length == young.limit
-    scheduler.running[0].pending -= 1
-    old.tokens += [1, 1]
-    old.computed = 4
+    later = scheduler.plan(0.0)  # the old one needs a third
+    assert (later.preempted, sequences_of(later)) == ([young], [old])
+    assert ends(give(scheduler, in_flight)) == [("young", 0, FinishReason.LENGTH)]
+    scheduler.check()
+    assert not len(scheduler.waiting)
+    assert names(scheduler.running) == ["old"]
+
+
+def test_a_sequence_preempted_with_a_token_in_flight_comes_back_with_it() -> None:
+    scheduler = scheduler_of(blocks=4, block_size=2, max_length=8)
+    ask(scheduler, "old", prompt=2)
+    young = ask(scheduler, "young", prompt=1, max_tokens=7)
+    step(scheduler)
+    step(scheduler)
+    in_flight = scheduler.plan(0.0)
     later = scheduler.plan(0.0)
-    assert later.preempted == [] or later.preempted == [young]
+    assert later.preempted == [young]
+    give(scheduler, in_flight, 5, 6)
+    give(scheduler, later, END)
+    plan = scheduler.plan(0.0)
+    assert plan.slices == [(young, 0, 4)]
+    assert young.tokens[-1] == 6
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])

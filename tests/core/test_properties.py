@@ -1,8 +1,8 @@
 """The core under random load: over a million events, with every promise checked after each (see world.py).
 
 Two drivers share one world. The walk is fast: Hypothesis picks the world and a seed, and a plain loop does the rest, so
-that a run goes through a million events. The state machine is slow, but Hypothesis picks each of its moves, so that what
-it finds it also makes small.
+that a run goes through a million events. The state machine is slow, but Hypothesis picks each of its moves, so what it
+finds it also makes small.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
         seats=seats,
         step_tokens=seats + draw(st.integers(0, 9)),
         block_size=block_size,
-        blocks=-(-max_length // block_size) + draw(st.integers(0, 10)),
+        blocks=-(-max_length // block_size) + draw(st.integers(0, 2 * seats)),
         max_length=max_length,
         overlap=draw(st.booleans()) if overlap is None else overlap,
     )
@@ -72,7 +72,8 @@ def walk(shape: Shape, seed: int, events: int) -> World:
 def submit_anything(world: World, random: Random, eos: int) -> None:
     longest = world.shape.max_length
     wants_too_much = random.random() < 0.02
-    prompt = random.randint(0, longest + 1) if wants_too_much else random.randint(1, longest - 1)
+    # Answers are mostly longer than prompts: they outgrow what was free when they were let in.
+    prompt = random.randint(0, longest + 1) if wants_too_much else 1 + int((longest - 1) * random.random() ** 2)
     n = random.randint(1, world.shape.seats + wants_too_much)
     world.submit(
         random.choices(range(VOCAB), k=prompt),

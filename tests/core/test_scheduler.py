@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 import pytest
-from helpers import WORD, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
+from examples import WORD, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
 
 from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import SettingsError
 from chairlift.core.plan import PromptLogprobs, StepResult, TokenLogprobs
-from chairlift.core.request import FinishReason, Phase
+from chairlift.core.policy import Fcfs
+from chairlift.core.request import FinishReason, Phase, Sequence
 from chairlift.core.scheduler import Limits, Scheduler
 
 # ---- one budget
@@ -272,15 +277,6 @@ def test_a_preempted_sequence_computes_prompt_and_answer_again_as_one_prompt_and
     assert young.tokens == [*known, 9]
 
 
-def test_nobody_joins_in_a_step_that_preempts() -> None:
-    scheduler = scheduler_of(blocks=5, block_size=4, max_length=20)
-    ask(scheduler, "old", prompt=8)
-    ask(scheduler, "young", prompt=4)
-    plan = step_until_one_yields(scheduler)
-    assert plan.placed == []
-    assert scheduler.pool.free > 0
-
-
 def test_a_sequence_with_nobody_behind_it_yields_itself() -> None:
     scheduler = scheduler_of(blocks=4, block_size=4, max_length=16)
     ask(scheduler, "old", prompt=7)
@@ -312,6 +308,56 @@ def test_every_answer_survives_a_cache_that_holds_only_one_of_them() -> None:
     ends = [event.sequence.request.id for event in events if event.finish_reason]
     assert ends == ["r0", "r1", "r2"]
     assert all(len(event.sequence.output) == 8 for event in events if event.finish_reason)
+
+
+# ---- any policy
+
+
+class ShortestFirst(Fcfs):
+    """A key that lets newcomers pass."""
+
+    def key(self, sequence: Sequence) -> float:
+        return sequence.prompt_length
+
+
+class OldestYields(Fcfs):
+    """A victim rule that is as bad as can be."""
+
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        return candidates[0]
+
+
+def test_the_policys_key_orders_the_queue_and_the_batch_whoever_joined_first() -> None:
+    scheduler = scheduler_of(seats=2, policy=ShortestFirst())
+    ask(scheduler, "long", prompt=9)
+    step(scheduler)
+    ask(scheduler, "middle", prompt=5)
+    ask(scheduler, "short", prompt=2)
+    step(scheduler)
+    assert names(scheduler.running) == ["short", "long"]
+    assert shape_of(step(scheduler)) == [("short", 2, 1), ("long", 10, 1)]
+
+
+def test_nobody_joins_in_a_step_that_preempts() -> None:
+    scheduler = scheduler_of(seats=2, blocks=5, block_size=4, max_length=20, policy=ShortestFirst())
+    ask(scheduler, "short", prompt=3)
+    ask(scheduler, "long", prompt=12)
+    step(scheduler)
+    ask(scheduler, "middle", prompt=4)
+    plan = step_until_one_yields(scheduler)
+    assert names(plan.preempted) == ["long"]
+    assert plan.placed == [], "a seat and blocks are free for it, but memory was short a moment ago"
+    assert names(step(scheduler).placed) == ["middle"]
+
+
+def test_only_who_has_no_slice_in_the_step_may_yield_and_it_costs_no_other_its_turn() -> None:
+    scheduler = scheduler_of(blocks=4, block_size=4, max_length=16, policy=OldestYields())
+    for name, prompt in (("a", 4), ("b", 4), ("c", 1)):
+        ask(scheduler, name, prompt=prompt)
+    step(scheduler)
+    plan = step(scheduler)  # a takes the last block, and b needs one
+    assert names(plan.preempted) == ["b"]
+    assert shape_of(plan) == [("a", 4, 1), ("c", 1, 1)]
 
 
 # ---- what comes back
@@ -388,6 +434,39 @@ def test_an_executor_that_owes_a_token_is_found_out() -> None:
     plan = scheduler.plan(0.0)
     with pytest.raises(AssertionError, match="one token for each sample"):
         scheduler.apply(plan, StepResult([]))
+
+
+# ---- cost
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of Python a call runs: its cost, without a clock."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_step_costs_the_same_however_many_wait() -> None:
+    costs = set()
+    for waiting in (1, 10, 3000):
+        scheduler = scheduler_of(seats=4)
+        for number in range(4 + waiting):
+            scheduler.submit(request(f"r{number}", ignore_eos=True))
+        step(scheduler)
+        assert len(scheduler.waiting) == waiting
+        costs.add(lines_run(lambda scheduler=scheduler: give(scheduler, scheduler.plan(0.0))))
+    assert len(costs) == 1
 
 
 # ---- limits

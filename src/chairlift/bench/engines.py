@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,9 @@ class Engine:
     def run(self, workload: Workload) -> None:
         """Run once, and check that it did what was asked."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended: reading says why
             self._process.stdin.write("run\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: reading says why
         run = self._read("run")
         name = self.contender.name
         for number, (answer, count) in enumerate(zip(run["requests"], workload.outputs, strict=True)):
@@ -88,21 +87,28 @@ def engine(name: str, python: str, task: Task) -> Iterator[Engine]:
                 stderr=errors,
                 env=environment(python, task),
                 text=True,
-                start_new_session=True,  # Ctrl-C is for us; we end it
+                start_new_session=True,  # a group of its own; Ctrl-C is for us, and we end it
             )
         except OSError as error:
             raise UnavailableError(f"{python} cannot be started: {error.strerror}") from None
     try:
         yield Engine(name, process, log)
     finally:
-        process.kill()
-        process.communicate()
+        # Its whole group: a library may have forked helpers, which would hold its pipes open.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 def environment(python: str, task: Task) -> dict[str, str]:
     """Same threads for everyone, no network, and for another interpreter this package alone of ours."""
     threads = {f"{library}_NUM_THREADS": str(task.threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
-    found = {**os.environ, **threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # CI keeps the telemetry of OpenVINO silent: it forks a process for each report, in the middle of a run.
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "true"}
+    found = {**os.environ, **threads, **quiet}
     if python != sys.executable:
         # A link to the package, not the folder it is in, which may hold another torch than that interpreter's.
         folder = Path(task.scratch) / "packages"

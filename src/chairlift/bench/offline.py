@@ -103,7 +103,7 @@ def load_others(
             loaded.append(stack.enter_context(engine(name, benchmark.python, task)))
         except UnavailableError as reason:
             absent.append(Contender(name, unavailable=str(reason)))
-            notice(f"{name} is not available: {reason}")
+            notice(f"{name} is not available")
             if name in FALLBACKS and FALLBACKS[name] not in names:
                 names.append(FALLBACKS[name])  # the loop comes to it
     return loaded, absent

@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from chairlift import __version__
 from chairlift.bench.engines import Contender
@@ -88,13 +89,18 @@ def middle(runs: Sequence[Metrics]) -> Metrics:
 def table(summary: dict[str, Any]) -> Table:
     """Medians side by side, and the ratio ours / theirs beside each."""
     ours, *others = [each for each in summary["engines"] if each["runs"]]
-    info = ours["info"]
     runs = len(ours["runs"])
+    notes = [
+        f"{ours['info']['device']}, {ours['info']['dtype']}; median of {runs} run{'s' * (runs > 1)}; "
+        "a ratio is ours / theirs",
+        *(f"{each['name']} is not available: {each['unavailable']}" for each in summary["engines"] if not each["runs"]),
+    ]
     shown = Table(
         title="{name}: {requests:,} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens".format(
             **summary["workload"]
         ),
-        caption=f"{info['device']}, {info['dtype']}; median of {runs} run{'s' * (runs > 1)}; a ratio is ours / theirs",
+        caption=Text("\n".join(notes)),
+        caption_justify="left",
     )
     shown.add_column("")
     shown.add_column(ours["name"], justify="right")

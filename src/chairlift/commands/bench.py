@@ -72,9 +72,6 @@ def offline(
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=2) + "\n")
     show(report.table(summary))
-    for contender in contenders:
-        if contender.unavailable:
-            notes.print(f"{contender.name} is not available: {contender.unavailable}", markup=False)
 
 
 @app.command()

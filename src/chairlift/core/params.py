@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from chairlift.core.errors import RequestError
 
@@ -29,7 +30,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: str | Sequence[str] = ()
     seed: int | None = None  # None: the engine draws one for the request
     max_tokens: int | None = 256  # None: until the context is full
     min_tokens: int = 0
@@ -43,13 +44,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Normal forms, so that nothing downstream asks "string or list?" again.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise RequestError(f"logit_bias is {self.logit_bias!r}, not a mapping: give token ids and what to add")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 
     def _check(self) -> None:
@@ -91,6 +92,9 @@ class SamplingParams:
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _whole(name, value, 0, "use 0 to 64 alternatives, or None for no log-probabilities", 64)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}, not True or False")
 
     @property
     def is_greedy(self) -> bool:
@@ -101,6 +105,16 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    """One string, several entries or None, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise RequestError(f"{name} is {value!r}, not a list: put it in one") from None
 
 
 def _whole(name: str, value: object, low: int, remedy: str, high: int | None = None) -> None:

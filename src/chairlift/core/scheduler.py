@@ -187,9 +187,11 @@ class Scheduler:
     def _extend(self, step: StepPlan) -> None:
         """Give every running sequence its next slice, the oldest first; those in mid-prompt share what is left."""
         # Decodes always fit: a step has at least as many tokens as the batch has seats (Limits).
-        slices, samples = step.slices, step.samples
+        slices, samples, preempted = step.slices, step.samples, step.preempted
         prompts: list[Sequence] = []
-        for place, sequence in enumerate(self.running):  # preemption shortens the list, but only behind `place`
+        for sequence in self.running.copy():
+            if preempted and sequence.phase is not Phase.RUNNING:
+                continue  # it has just yielded to one before it
             start = sequence.computed
             length = len(sequence.tokens) + sequence.pending
             if length >= sequence.limit:
@@ -197,7 +199,7 @@ class Scheduler:
             if length - start > 1 or not sequence.is_forked:  # the last token of a prompt may yet have to fork
                 prompts.append(sequence)
                 continue
-            if length > sequence.table.writable and not self._make_room(step, sequence, length, place):
+            if length > sequence.table.writable and not self._make_room(step, sequence, length):
                 continue
             slices.append(_record(Slice, (sequence, start, 1)))
             samples.append(sequence)
@@ -206,8 +208,7 @@ class Scheduler:
         step.tokens = len(slices)
         step.sampled_at += range(len(slices))
         for sequence in prompts:
-            if sequence.phase is Phase.RUNNING:
-                self._take_chunk(step, sequence)
+            self._take_chunk(step, sequence)
 
     def _admit(self, step: StepPlan, now: float) -> None:
         """Seat waiting sequences in order while budget, seats and blocks last; the first that does not fit ends it."""
@@ -269,12 +270,12 @@ class Scheduler:
         insort(self.running, sequence, key=_by_rank)
         step.placed.append(sequence)
 
-    def _make_room(self, step: StepPlan, sequence: Sequence, length: int, place: int) -> bool:
-        """Let the sequence at `place` write up to `length`, at the cost of those behind it; False if it yielded."""
+    def _make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
+        """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
         pool = self.pool
         while pool.missing(sequence.table, length) > pool.free:
-            # Only those without a slice in this step may yield, so that a plan never has to be taken apart.
-            victim = self.policy.victim(self.running[place:])
+            # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
+            victim = self.policy.victim(self.running[self.running.index(sequence) :])
             self._preempt(step, victim)
             if victim is sequence:
                 return False

@@ -121,6 +121,10 @@ class Settings:
             raise SettingsError(f"kv_tokens is {self.cache.kv_tokens}: use 1 or more, or leave it out")
         if self.model.max_length is not None and self.model.max_length < 2:
             raise SettingsError(f"max_length is {self.model.max_length}: a prompt and an answer need at least 2 tokens")
+        for name in ("max_sequences", "step_tokens"):
+            value = getattr(self.scheduling, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name} is {value}: use 1 or more, or leave it out")
 
 
 def options() -> Iterator[tuple[str, Field[Any]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -65,6 +66,8 @@ def listen() -> queue.Queue[str]:
     def read() -> None:
         for line in sys.stdin:
             commands.put(line.strip())
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # and whatever a library has forked
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()

@@ -9,6 +9,7 @@ from fakes import VOCAB, FakeExecutor, ManualClock
 from chairlift.core.blocks import BlockPool
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, StepPlan, StepResult
+from chairlift.core.policy import Policy
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Limits, Scheduler
 from chairlift.engine.engine import Engine
@@ -18,10 +19,15 @@ END = 0
 
 
 def scheduler_of(
-    seats: int = 4, step_tokens: int = 64, blocks: int = 100, block_size: int = 4, max_length: int = 100
+    seats: int = 4,
+    step_tokens: int = 64,
+    blocks: int = 100,
+    block_size: int = 4,
+    max_length: int = 100,
+    policy: Policy | None = None,
 ) -> Scheduler:
     """A scheduler with room enough, but for what the example is about."""
-    return Scheduler(Limits(seats, step_tokens, max_length, VOCAB), BlockPool(blocks, block_size))
+    return Scheduler(Limits(seats, step_tokens, max_length, VOCAB), BlockPool(blocks, block_size), policy=policy)
 
 
 def engine_of(scheduler: Scheduler, *, overlap: bool) -> tuple[Engine, FakeExecutor]:

@@ -1,0 +1,106 @@
+"""Offline benchmarks: real engines in processes of their own, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from chairlift.bench.engines import Contender, UnavailableError, engine
+from chairlift.bench.offline import Benchmark, run_offline
+from chairlift.bench.peers import Task
+from chairlift.bench.report import agreement, percentile, summarize, table
+from chairlift.bench.workloads import Lengths, Workload, uniform
+
+
+def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "numbers.json"
+    command = [sys.executable, "-m", "chairlift", "bench", "offline", "--model", str(tiny_model / "config.json")]
+    command += ["--load-format", "dummy", "--workload", "uniform", "--requests", "5", "--prompt-tokens", "4..30"]
+    command += ["--output-tokens", "3..9", "--repeat", "2", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for label in ("output tok/s", "requests/s", "TTFT p99, ms", "TPOT mean, ms", "peak memory, MiB"):
+        assert label in done.stdout
+    found = json.loads(file.read_text())
+    assert found["workload"]["requests"] == 5
+    [ours] = found["engines"]
+    assert len(ours["runs"]) == 2 and ours["info"]["device"] == "cpu"
+    for run in ours["runs"]:
+        assert run["output_tok_s"] == pytest.approx(found["workload"]["output_tokens"] / run["seconds"])
+        assert 0 < run["ttft_p50"] <= run["ttft_p99"] <= 1000 * run["seconds"] and run["peak_mib"] > 1
+
+
+def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None:
+    pytest.importorskip("transformers")
+    notices: list[str] = []
+    benchmark = Benchmark(
+        str(tiny_model),
+        {"load_format": "dummy", "device": "cpu"},
+        lambda _encode: uniform(6, Lengths(4, 40, 10), Lengths(1, 12, 4)),
+        compare=["transformers", "transformers-static"],
+        repeat=2,
+    )
+    workload, contenders = run_offline(benchmark, notices.append)
+    names = ["chairlift", "transformers", "transformers-static"]
+    assert [each.name for each in contenders] == names and not any(each.unavailable for each in contenders)
+    assert [each.split(": ")[1] for each in notices if each.startswith("run ")] == names * 2
+    summary = summarize(workload, contenders)
+    for theirs in summary["engines"][1:]:
+        assert theirs["median"]["agreement"] > 0.9, "other weights would part at the first token"
+        assert theirs["ratio"]["output_tok_s"] > 0
+    assert table(summary).row_count == 11
+
+
+def task(scratch: Path) -> Task:
+    (scratch / "workload.json").write_text(json.dumps({"prompts": [[1]], "outputs": [1]}))
+    return Task(model="nowhere", scratch=str(scratch), device="cpu", threads=1, longest=2, total=2, dtype="float32")
+
+
+def test_an_engine_that_is_not_there_gives_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="cannot be started"), engine("openvino", "/no/python", task(tmp_path)):
+        pass
+    with pytest.raises(UnavailableError, match="no model 'nowhere'"):
+        with engine("chairlift", sys.executable, task(tmp_path)):
+            pass
+
+
+def test_an_engine_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    task(tmp_path)
+    (tmp_path / "task.json").write_text("{")  # it would fail at once; it must not even come to that
+    read, write = os.pipe()
+    command = [sys.executable, "-c", "from chairlift.bench.peers.__main__ import listen; listen().get()"]
+    process = subprocess.Popen(command, stdin=read, start_new_session=True)
+    os.close(read)
+    try:
+        time.sleep(0.2)
+        assert process.poll() is None
+        os.close(write)
+        assert process.wait(20) != 0
+    finally:
+        process.kill()
+
+
+def test_an_engine_without_runs_is_in_the_table_with_its_reason() -> None:
+    request = {"first": 0.5, "last": 1.0, "tokens": [1, 2]}
+    ours = Contender("chairlift", {"device": "cpu", "dtype": "float32"})
+    ours.runs.append({"seconds": 1.0, "peak_bytes": None, "requests": [request]})
+    absent = Contender("openvino", unavailable="not [bold]installed")
+    shown = table(summarize(Workload("one", [[1]], [2]), [ours, absent]))
+    assert "openvino is not available: not [bold]installed" in str(shown.caption)
+
+
+def test_agreement_ends_where_answers_part() -> None:
+    def run(*answers: list[int]) -> dict[str, list[dict[str, list[int]]]]:
+        return {"requests": [{"tokens": answer} for answer in answers]}
+
+    assert agreement(run([1, 2, 3, 4], [5]), run([1, 2, 9, 4], [5])) == 3 / 5
+
+
+def test_percentiles_lie_between_their_neighbours() -> None:
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5

@@ -1,0 +1,70 @@
+"""Settings come from flat names; what is unknown or cannot work is refused by name, before a model is loaded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from chairlift.core.batching import GATES
+from chairlift.core.errors import SettingsError
+from chairlift.core.policy import POLICIES
+from chairlift.core.preemption import PREEMPTIONS
+from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.settings import Settings, options
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 8}, "block_size is 8"),
+    ({"block_size": 0}, "block_size is 0"),
+    ({"block_size": 24}, "block_size is 24"),
+    ({"memory_share": 0.0}, "memory_share is 0.0"),
+    ({"memory_share": 1.5}, "memory_share is 1.5"),
+    ({"kv_tokens": 0}, "kv_tokens is 0"),
+    ({"max_length": 1}, "max_length is 1"),
+    ({"max_sequences": 0}, "max_sequences is 0"),
+    ({"step_tokens": -1}, "step_tokens is -1"),
+    ({"dtype": "int3"}, "dtype is 'int3': use one of auto, float32"),
+    ({"load_format": "pickle"}, "load_format is 'pickle'"),
+    ({"policy": "lifo"}, "policy is 'lifo': use one of fcfs"),
+    ({"batching": "never"}, "batching is 'never'"),
+    ({"prefill": "none"}, "prefill is 'none'"),
+    ({"preemption": "none"}, "preemption is 'none'"),
+    ({"max_lenght": 5}, "unknown setting max_lenght: there are batching, block_size"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=[str(values) for values, _ in BAD])
+def test_a_setting_that_cannot_work_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        Settings.of(**values)
+
+
+def test_flat_names_find_their_group() -> None:
+    settings = Settings.of(max_length=99, block_size=32, max_sequences=5, overlap=False)
+    assert settings.model.max_length == 99
+    assert settings.cache.block_size == 32
+    assert settings.scheduling.max_sequences == 5
+    assert settings.scheduling.overlap is False
+
+
+def test_none_keeps_the_default() -> None:
+    assert Settings.of(block_size=None, policy=None) == Settings() == Settings.of()
+
+
+def test_a_name_belongs_to_one_group_and_says_when_to_change_it() -> None:
+    names = [found.name for _, found in options()]
+    assert len(names) == len(set(names))
+    assert all(len(found.metadata["help"]) > 20 for _, found in options())
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("policy", POLICIES), ("batching", GATES), ("prefill", PREFILL_MODES), ("preemption", PREEMPTIONS)],
+)
+def test_every_entry_of_a_table_can_be_chosen_and_made(name: str, table: dict[str, Any]) -> None:
+    (choices,) = [found.metadata["choices"] for _, found in options() if found.name == name]
+    assert choices == tuple(table)
+    for choice, make in table.items():
+        assert getattr(Settings.of(**{name: choice}).scheduling, name) == choice
+        make()

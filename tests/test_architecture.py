@@ -1,0 +1,165 @@
+"""The rules of the house, held by reading every file's imports: who may know whom, and what nobody may use."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+FILES = {
+    ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in sorted(SOURCE.rglob("*.py"))
+}
+
+# What core may take from the standard library: nothing that does I/O, tells the time or runs beside it.
+PURE = {
+    "__future__",
+    "abc",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "statistics",
+    "typing",
+}
+
+# What each part of the package may import of the package. A part not listed here may import anything but the top.
+MAY_IMPORT = {
+    "core": {"core"},
+    "engine": {"engine", "core"},
+    "ops": {"ops", "core.errors"},
+    "models": {"models", "ops", "core.errors"},
+    "text": {"text", "core"},
+    "execution": {"execution", "engine", "core", "models", "ops"},
+    "outputs": {"text", "core"},
+    "llm": {"llm", "outputs", "execution", "engine", "core", "models", "text"},
+}
+TOP = ("bench", "cli", "commands", "__main__")  # they import the rest; nobody below imports them
+
+UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+LONGEST_FILE = 450
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Every module that a file imports, wherever in it, relative ones resolved, each name of a `from` as its own."""
+    file = FILES[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(), file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                # `from chairlift.core import request` names a module; `from chairlift.core.request import Phase` no.
+                yield name if (name := f"{source}.{alias.name}") in FILES else source
+
+
+def ours_in(module: str) -> list[str]:
+    """What a file imports of the package, without the package's own name."""
+    return [name.removeprefix("chairlift.") for name in imports_of(module) if name.startswith("chairlift.")]
+
+
+def foreign_in(module: str) -> set[str]:
+    """The packages of others that a file imports."""
+    return {name.partition(".")[0] for name in imports_of(module)} - {"chairlift"}
+
+
+def is_within(name: str, parts: set[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def modules_of(*parts: str) -> list[str]:
+    found = [module for module in FILES if part_of(module) in parts]
+    assert found, f"no file in {parts}: has it moved?"
+    return found
+
+
+def test_the_imports_of_a_file_are_all_found() -> None:
+    assert "chairlift.core.scheduler" in FILES
+    assert {"core.scheduler", "core.plan", "core.request"} <= set(ours_in("chairlift.engine.engine"))
+    assert "torch" in foreign_in("chairlift.execution.executor")
+    assert "llm" in ours_in("chairlift"), "also inside functions"
+
+
+@pytest.mark.parametrize("module", modules_of("core"))
+def test_core_imports_only_pure_parts_of_the_standard_library_and_core(module: str) -> None:
+    assert foreign_in(module) <= PURE
+    assert [name for name in ours_in(module) if not is_within(name, {"core"})] == []
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_go_one_way(part: str) -> None:
+    wrong = {
+        module: bad
+        for module in modules_of(part)
+        if (bad := [name for name in ours_in(module) if not is_within(name, MAY_IMPORT[part])])
+    }
+    assert wrong == {}
+
+
+def test_nobody_below_the_top_imports_it() -> None:
+    below = [module for module in FILES if part_of(module) not in TOP]
+    wrong = {
+        module: bad for module in below if (bad := [name for name in ours_in(module) if is_within(name, set(TOP))])
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("module", modules_of("ops", "models"))
+def test_ops_and_models_know_nothing_of_requests(module: str) -> None:
+    secrets = {"core.request", "core.plan", "core.scheduler", "engine", "execution"}
+    assert [name for name in ours_in(module) if is_within(name, secrets)] == []
+
+
+@pytest.mark.parametrize("module", modules_of("text"))
+def test_text_needs_neither_torch_nor_a_model(module: str) -> None:
+    assert "torch" not in foreign_in(module)
+    assert [name for name in ours_in(module) if is_within(name, {"models", "execution", "engine"})] == []
+
+
+@pytest.mark.parametrize("module", modules_of("engine"))
+def test_the_engine_needs_no_torch(module: str) -> None:
+    assert foreign_in(module).isdisjoint({"torch", "numpy"})
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_runs_code_that_it_read(module: str) -> None:
+    assert foreign_in(module).isdisjoint(UNSAFE_MODULES)
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in UNSAFE_CALLS, f"line {node.lineno} calls {node.func.id}()"
+        if isinstance(node, ast.Attribute):
+            is_torch_load = node.attr == "load" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+            assert not is_torch_load, f"line {node.lineno} uses torch.load, which unpickles"
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            assert "load" not in {alias.name for alias in node.names}, f"line {node.lineno} imports torch.load"
+        if isinstance(node, ast.keyword):
+            assert node.arg not in ("allow_pickle", "weights_only"), f"line {node.value.lineno} is about pickles"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_file_is_short_enough_to_be_one_idea(module: str) -> None:
+    assert len(FILES[module].read_text().splitlines()) < LONGEST_FILE
+
+
+@pytest.mark.parametrize("module", ["chairlift.core.scheduler", "chairlift.engine.engine", "chairlift.bench.scheduler"])
+def test_the_core_comes_without_torch_or_numpy(module: str) -> None:
+    asked = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'numba'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"

@@ -1,0 +1,248 @@
+"""Batch files: every request gets one line, whatever is in the file and whenever the job was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift import LLM, SamplingParams
+from chairlift.batch import CHAT, COMPLETIONS, Tally, run_batch
+from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.llm import Prompt
+from chairlift.outputs import RequestOutput
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), progress=False)
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> str:
+    """A batch line; without a body, a short completion."""
+    body = body or {"prompt": f"chair {custom_id}", "max_tokens": 5, "temperature": 0}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "tiny", **body}})
+
+
+def chat(content: str, **body: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 5, "temperature": 0, **body}
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{each}\n" for each in lines))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    assert not text or text.endswith("\n")
+    return [json.loads(each) for each in text.splitlines()]
+
+
+def answers(path: Path) -> dict[str, dict[str, Any]]:
+    """The replies by custom_id, each of which stands there once."""
+    found = [each for each in read(path) if each["error"] is None]
+    assert max(Counter(each["custom_id"] for each in found).values(), default=1) == 1
+    assert all(each["response"]["status_code"] == 200 for each in found)
+    return {each["custom_id"]: each["response"]["body"] for each in found}
+
+
+def errors(path: Path) -> list[tuple[str | None, str, str]]:
+    return [
+        (each["custom_id"], each["error"]["code"], each["error"]["message"]) for each in read(path) if each["error"]
+    ]
+
+
+def test_chats_and_completions_are_answered_in_openais_shapes(llm: LLM, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        line("chat", CHAT, **chat("Hi")),
+        line("text", prompt="The chairlift", max_tokens=4, temperature=0),
+        line("several", prompt=["A", [5, 6]], n=2, max_tokens=3, seed=1),
+    )
+    assert run_batch(llm, source, tmp_path / "out.jsonl") == Tally(done=3, tokens=5 + 4 + 4 * 3)
+    found = answers(tmp_path / "out.jsonl")
+
+    [expected] = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=5))
+    reply = found["chat"]
+    assert reply["object"] == "chat.completion" and reply["id"].startswith("chatcmpl-") and reply["created"] > 0
+    [choice] = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, "refusal": None}
+    assert choice["finish_reason"] == "length" and choice["logprobs"] is None
+    prompt = len(expected.prompt_token_ids)
+    assert reply["usage"] == {"prompt_tokens": prompt, "completion_tokens": 5, "total_tokens": prompt + 5}
+
+    [plain] = llm.generate("The chairlift", SamplingParams(temperature=0, max_tokens=4))
+    assert found["text"]["object"] == "text_completion"
+    assert found["text"]["choices"][0]["text"] == plain.outputs[0].text
+    assert [choice["index"] for choice in found["several"]["choices"]] == [0, 1, 2, 3]
+    assert found["several"]["usage"]["completion_tokens"] == 12
+
+
+def test_log_probabilities_come_in_both_of_openais_shapes(llm: LLM, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        line("chat", CHAT, **chat("Hi", logprobs=True, top_logprobs=3)),
+        line("chosen", CHAT, **chat("Hi", logprobs=True)),
+        line("text", prompt="Hi", max_tokens=4, temperature=0, logprobs=2),
+    )
+    run_batch(llm, source, tmp_path / "out.jsonl")
+    found = answers(tmp_path / "out.jsonl")
+    content = found["chat"]["choices"][0]["logprobs"]["content"]
+    assert len(content) == 5
+    for token in content:
+        assert len(token["top_logprobs"]) == 3
+        likeliest = token["top_logprobs"][0]  # greedy: the chosen one
+        assert (token["token"], token["logprob"]) == (likeliest["token"], likeliest["logprob"])
+        assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
+        assert [each["logprob"] for each in token["top_logprobs"]] == sorted(
+            (each["logprob"] for each in token["top_logprobs"]), reverse=True
+        )
+    assert [token["top_logprobs"] for token in found["chosen"]["choices"][0]["logprobs"]["content"]] == [[]] * 5
+    text = found["text"]["choices"][0]["logprobs"]
+    assert {len(column) for column in text.values()} == {4}
+    assert text["text_offset"][0] == 0 and text["text_offset"] == sorted(text["text_offset"])
+    assert all(token in top for token, top in zip(text["tokens"], text["top_logprobs"], strict=True))
+
+
+BAD_LINES = {
+    "not json": (None, "invalid_json"),
+    "[1, 2]": (None, "invalid_line"),
+    '{"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}': (None, "missing_custom_id"),
+    '{"custom_id": "get", "method": "GET", "url": "/v1/completions", "body": {}}': ("get", "invalid_method"),
+    '{"custom_id": "url", "method": "POST", "url": "/v1/embeddings", "body": {}}': ("url", "invalid_url"),
+    '{"custom_id": "body", "method": "POST", "url": "/v1/completions"}': ("body", "invalid_body"),
+    line("hot", prompt="x", temperature=-1): ("hot", "invalid_request"),
+    line("kind", prompt="x", max_tokens="ten"): ("kind", "invalid_request"),
+    line("typo", prompt="x", temprature=1): ("typo", "invalid_request"),
+    line("empty", prompt=""): ("empty", "invalid_request"),
+    line("long", prompt=[5] * 600): ("long", "invalid_request"),
+    line("half", prompt=["fine", [5] * 600], max_tokens=2): ("half", "invalid_request"),
+    line("ids", prompt=[5, 100000]): ("ids", "invalid_request"),
+    line("silent", CHAT, messages=[]): ("silent", "invalid_request"),
+    line("image", CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]): ("image", "invalid_request"),
+    line("stream", prompt="x", stream=True): ("stream", "invalid_request"),
+}
+
+
+def test_a_bad_line_becomes_an_error_line_and_the_job_goes_on(llm: LLM, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("first"), *BAD_LINES, "", line("last"))
+    out = tmp_path / "out.jsonl"
+    tally = run_batch(llm, source, out)
+    assert (tally.done, tally.failed, tally.skipped) == (2, len(BAD_LINES), 0)
+    assert set(answers(out)) == {"first", "last"}
+    assert Counter((custom_id, code) for custom_id, code, _ in errors(out)) == Counter(BAD_LINES.values())
+    for each in read(out):
+        if each["error"] and each["error"]["code"] == "invalid_request":
+            assert each["response"]["status_code"] == 400
+            assert each["response"]["body"]["error"]["message"] == each["error"]["message"]
+    again = run_batch(llm, source, out)
+    assert (again.done, again.failed, again.skipped) == (0, 0, tally.lines)
+
+
+def test_a_repeated_custom_id_is_answered_once_and_the_repetition_is_an_error(llm: LLM, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"), line("b"), line("a"))
+    out = tmp_path / "out.jsonl"
+    run_batch(llm, source, out)
+    assert set(answers(out)) == {"a", "b"}
+    assert [(custom_id, code) for custom_id, code, _ in errors(out)] == [("a", "duplicate_custom_id")]
+    # Killed when only the repetition had been written off: the first of the two is still to be answered.
+    write(out, *(json.dumps(each) for each in read(out) if each["error"]))
+    assert run_batch(llm, source, out).done == 2
+    assert set(answers(out)) == {"a", "b"} and len(read(out)) == 3
+
+
+def test_a_torn_last_line_is_cut_off_and_its_request_answered_again(llm: LLM, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(6)))
+    out = tmp_path / "out.jsonl"
+    run_batch(llm, source, out)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    tally = run_batch(llm, source, out)
+    assert (tally.done, tally.skipped) == (1, 5)
+    assert set(answers(out)) == {f"r{i}" for i in range(6)}
+    assert out.read_bytes().startswith(whole[: whole[:-1].rindex(b"\n") + 1])
+
+
+def test_a_file_that_holds_no_batch_results_is_left_alone(llm: LLM, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"))
+    out = write(tmp_path / "notes.txt", "my notes", "half a li")
+    before = out.read_bytes()
+    with pytest.raises(ChairliftError, match="line 1, is no batch result"):
+        run_batch(llm, source, out)
+    assert out.read_bytes() == before
+    with pytest.raises(ChairliftError, match="both the input and the output"):
+        run_batch(llm, source, source)
+
+
+def test_two_jobs_do_not_write_to_one_file(llm: LLM, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", line("a"), line("b"))
+    out = tmp_path / "out.jsonl"
+
+    def second(_tally: Tally) -> None:
+        with pytest.raises(ChairliftError, match="in use by another job"):
+            run_batch(llm, source, out)
+
+    assert run_batch(llm, source, out, second).done == 2
+
+
+def test_a_killed_job_goes_on_where_it_was_and_answers_every_request_once(
+    llm: LLM, tiny_model: Path, tmp_path: Path
+) -> None:
+    ids = [f"r{i}" for i in range(400)]
+    source = write(tmp_path / "in.jsonl", *(line(each, prompt=f"ski {each}", max_tokens=60) for each in ids))
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "chairlift", "batch", str(source), str(out), "--model", str(tiny_model)]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while not out.exists() or out.read_bytes().count(b"\n") < 20:
+            assert job.poll() is None and time.monotonic() < deadline, "the job ended before it could be killed"
+            time.sleep(0.002)
+        os.kill(job.pid, signal.SIGKILL)
+    finally:
+        job.kill()
+        job.communicate()
+    kept = out.read_bytes()
+    done = kept.count(b"\n")
+    assert 20 <= done < len(ids), "it must have been killed in the middle"
+    tally = run_batch(llm, source, out)
+    assert (tally.done, tally.skipped, tally.failed) == (len(ids) - done, done, 0)
+    assert set(answers(out)) == set(ids) and len(read(out)) == len(ids)
+    assert out.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+
+
+def test_iterate_takes_requests_only_as_others_end(llm: LLM) -> None:
+    taken = 0
+
+    def endless() -> Iterator[tuple[int, Prompt, SamplingParams]]:
+        nonlocal taken
+        for number in count():
+            taken += 1
+            yield number, [5, 6, 7], SamplingParams(temperature=0, max_tokens=1 + number % 3, ignore_eos=True)
+
+    results = llm.iterate(endless(), window=4)
+    for ended in range(1, 30):
+        number, output = next(results)
+        assert isinstance(output, RequestOutput) and len(output.outputs[0].token_ids) == 1 + number % 3
+        assert taken <= ended + 4
+    results.close()  # type: ignore[attr-defined]
+    assert not llm.engine.scheduler.has_work
+
+
+def test_iterate_yields_a_refusal_in_place_of_an_answer(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2)
+    asked: list[tuple[str, Prompt, SamplingParams]] = [("long", [5] * 600, params), ("fine", [5], params)]
+    found = dict(llm.iterate(asked))
+    assert isinstance(found["long"], RequestError) and isinstance(found["fine"], RequestOutput)
+    assert dict(llm.iterate([("long", [5] * 600, params)] * 3, window=1)).keys() == {"long"}

@@ -1,0 +1,206 @@
+"""The command line, as a shell sees it: real processes, real pipes, a tiny real model."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from chairlift import LLM, SamplingParams, __version__, cli
+from chairlift.commands.options import DEFAULT_MODEL, SAMPLING
+from chairlift.core.settings import options
+from chairlift.models import sources
+from tiny import make_tiny_model
+
+STATS = re.compile(r"(\d+) tokens?(, [\d.]+ tok/s)?, first token after [\d.]+ s")
+
+
+def chairlift(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chairlift", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command under way, ended with the block."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "chairlift", *arguments]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def endless_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose answers last longer than any test."""
+    return str(make_tiny_model(tmp_path_factory.mktemp("endless") / "llama", max_position_embeddings=32768))
+
+
+ENDLESS = ("--max-tokens", "30000", "--kv-tokens", "32768")
+
+
+def test_help_comes_without_loading_torch() -> None:
+    code = "import sys; from chairlift import cli; cli.main(); assert False"
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code, "--help"], capture_output=True, text=True, check=True
+    )
+    for command in ("run", "chat", "batch", "pull", "bench"):
+        assert command in shown.stdout
+    assert not re.search(r"\| +(torch|numpy|numba|tokenizers)\n", shown.stderr)
+    assert chairlift("--version").stdout == f"{__version__}\n"
+
+
+def test_every_setting_is_a_flag() -> None:
+    shown = chairlift("run", "--help").stdout
+    names = {found.name for _, found in options()} | {flag.name for flag in SAMPLING}
+    assert [name for name in sorted(names) if f"--{name.replace('_', '-')}" not in shown] == []
+
+
+def test_the_default_model_is_the_one_that_is_fetched() -> None:
+    assert DEFAULT_MODEL == sources.DEFAULT_MODEL
+
+
+def test_run_writes_the_answer_and_nothing_else(tiny_model: Path) -> None:
+    done = chairlift("run", "Hi", "--model", str(tiny_model), "--temperature", "0", "--max-tokens", "12")
+    llm = LLM(str(tiny_model), progress=False)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    [expected] = llm.chat([{"role": "user", "content": "Hi"}], params, progress=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected.outputs[0].text + "\n", "")
+
+    raw = chairlift(
+        *("run", "--raw", "--model", str(tiny_model), "--temperature", "0", "--max-tokens", "12"), text="The chair\n"
+    )
+    [plain] = llm.generate("The chair", params, progress=False)
+    assert (raw.returncode, raw.stdout, raw.stderr) == (0, plain.outputs[0].text + "\n", "")
+
+
+def test_run_gives_several_answers_and_the_same_for_the_same_seed(tiny_model: Path) -> None:
+    asked = ("run", "-", "-m", str(tiny_model), "--n", "3", "--max-tokens", "8", "--seed", "5", "--temperature", "2")
+    first, second = (chairlift(*asked, text="Hi") for _ in range(2))
+    assert first.returncode == 0 and first.stdout == second.stdout
+    assert len(set(first.stdout.split("\n---\n"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "Hi", "--model", "no-such-model"], "no model 'no-such-model'"),
+        (["run", "Hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["run", ""], "the prompt is empty"),
+        (["chat", "--block-size", "7"], "block_size is 7"),
+        (["chat", "--device", "abacus"], "device 'abacus'"),
+        (["pull", "no-such-model"], "no model 'no-such-model'"),
+        (["bench", "offline", "--workload", "nothing"], "there is no workload 'nothing'"),
+        (["bench", "offline", "--shape", "smollm2-135m", "--compare", "abacus"], "there is no engine 'abacus'"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chairlift", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    said = str(left.value.code)  # Python writes it to stderr and exits with 1
+    assert said.startswith("error: ") and message in said and "\n" not in said
+
+
+def test_an_error_leaves_no_traceback_and_exits_with_one() -> None:
+    failed = chairlift("pull", "no-such-model")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
+    assert chairlift("run", "--policy", "nonsense").returncode == 2
+
+
+def test_pull_prints_where_the_model_lies(tiny_model: Path) -> None:
+    assert chairlift("pull", str(tiny_model)).stdout == f"{tiny_model}\n"
+
+
+def test_chat_answers_the_lines_of_a_pipe(tiny_model: Path) -> None:
+    lines = ["Hi", "", "/nonsense", "And you?", "/reset", "Hi", "/help", "/quit", "never read"]
+    asked = ("chat", "--model", str(tiny_model), "--temperature", "0", "--max-tokens", "10", "--system", "Ski!")
+    done = chairlift(*asked, text="\n".join(lines))
+    assert done.returncode == 0
+    llm = LLM(str(tiny_model), progress=False)
+    talk = [{"role": "system", "content": "Ski!"}, {"role": "user", "content": "Hi"}]
+    params = SamplingParams(temperature=0, max_tokens=10)
+    first = llm.chat(talk, params)[0].outputs[0].text
+    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "And you?"}]
+    second = llm.chat(talk, params)[0].outputs[0].text
+    assert done.stdout == f"{first}\n{second}\n{first}\n"  # the third knows nothing of the others
+    assert "llama on cpu in float32" in done.stderr and "KV cache: " in done.stderr
+    assert "there is no command /nonsense" in done.stderr and "/reset  begin" in done.stderr
+    assert len(STATS.findall(done.stderr)) == 3
+
+
+def test_chat_drops_the_oldest_turns_when_the_context_is_full(tiny_model: Path) -> None:
+    lines = [f"The assistant said {i}" for i in range(6)] + ["x" * 400, "still there?"]
+    done = chairlift(
+        *("chat", "-m", str(tiny_model), "--max-length", "128", "--max-tokens", "16", "--temperature", "0"),
+        text="\n".join(lines),
+    )
+    assert done.returncode == 0
+    assert "the context is full: dropped the oldest" in done.stderr
+    assert "error: the prompt has" in done.stderr  # one message too long for the context; the conversation goes on
+    assert len(STATS.findall(done.stderr)) == 7
+
+
+def test_ctrl_c_ends_a_run_quietly(endless_model: str) -> None:
+    with started("run", "Hi", "-m", endless_model, *ENDLESS) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_alone(endless_model: str) -> None:
+    with started("chat", "-m", endless_model, *ENDLESS) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        for _ in range(2):
+            while select.select([process.stdout], [], [], 0)[0]:
+                process.stdout.read(4096)  # what is left of the answer before
+            process.stdin.write(b"Hi\n")
+            assert process.stdout.read(1)  # the answer has begun
+            process.send_signal(signal.SIGINT)
+            line = b""
+            while not STATS.search(line.decode()):
+                line = process.stderr.readline()
+                assert line, "the chat has ended"
+        _, rest = process.communicate(timeout=20)
+        assert process.returncode == 0 and b"Traceback" not in rest
+
+
+def test_chat_in_a_terminal_prompts_and_leaves_with_ctrl_d(tiny_model: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "chairlift", "chat", "-m", str(tiny_model), "--max-tokens", "5"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True) as process:
+        os.close(theirs)
+        seen = b""
+
+        def read_until(wanted: bytes) -> None:
+            nonlocal seen
+            while wanted not in seen:
+                seen += os.read(ours, 4096)
+            seen = seen.split(wanted, 1)[1]
+
+        try:
+            read_until(b"> ")
+            os.write(ours, b"Hi\n")
+            read_until(b"first token after")
+            read_until(b"> ")
+            os.write(ours, b"\x04")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(ours)

@@ -1,0 +1,83 @@
+"""On a CUDA device: the same tokens as transformers and as the CPU. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from tiny import make_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 24},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 32, "tie_word_embeddings": True},
+}
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(12)]
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[list[int]]]:
+    return [[output.token_ids for output in result.outputs] for result in llm.generate(prompts(), params)]
+
+
+@pytest.mark.parametrize(("architecture", "config"), FAMILIES.items(), ids=FAMILIES.keys())
+@pytest.mark.parametrize("overlap", [False, True])
+def test_greedy_float32_equals_transformers(
+    architecture: str, config: dict[str, Any], overlap: bool, tmp_path: Path
+) -> None:
+    import transformers
+
+    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, **config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    expected = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt]).cuda()
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, min_new_tokens=30, do_sample=False,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        expected.append([out[0, len(prompt) :].tolist()])
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    roomy = LLM(str(folder), progress=False, device="cuda", dtype="float32", overlap=overlap)
+    assert tokens(roomy, greedy) == expected
+    tight = LLM(
+        str(folder), progress=False, device="cuda", dtype="float32", overlap=overlap,
+        max_length=256, kv_tokens=256, step_tokens=32, max_sequences=12,
+    )  # fmt: skip
+    assert tokens(tight, greedy) == expected
+    assert tight.engine.scheduler.counters.preemptions > 0
+    tight.engine.scheduler.check()
+
+
+def test_a_seed_draws_the_same_tokens_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, tokenizer=False)
+    params = SamplingParams(
+        n=2, seed=5, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1, max_tokens=20,
+        ignore_eos=True, logit_bias={7: 1.5},
+    )  # fmt: skip
+    gpu, cpu = (
+        LLM(str(folder), progress=False, device=device, dtype="float32", max_length=256) for device in ("cuda", "cpu")
+    )
+    assert tokens(gpu, params) == tokens(cpu, params)
+
+
+def test_the_default_dtype_and_the_profiled_capacity_work(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, tokenizer=False)
+    llm = LLM(str(folder), progress=False, device="cuda", max_sequences=64)
+    assert llm.capacity.tokens == 64 * 512
+    answers = tokens(llm, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2))
+    assert all(len(answer) == 20 for outputs in answers for answer in outputs)
