@@ -1,13 +1,16 @@
 """Paged attention: prompt chunks, decodes and both mixed, against a dense computation in float64."""
 
 import math
+from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from chairlift.ops.attention import AttentionBatch, paged_attention, paged_attention_reference
+from chairlift.ops.attention import paged_attention, paged_attention_reference
+from chairlift.ops.batch import Batch, HostBatch
 from chairlift.ops.kv_cache import KvCache, write_kv
 
 CPU = torch.device("cpu")
@@ -29,20 +32,30 @@ class Pages:
         for i, count in enumerate(blocks):
             tables[i, :count], order = order[:count], order[count:]
         counts = [now for _, now in pieces]
-        self.batch = AttentionBatch(
-            positions=torch.cat([torch.arange(before, before + now) for before, now in pieces]),
-            slots=torch.empty(0),
-            starts=torch.tensor([0, *counts]).cumsum(0).int(),
-            contexts=torch.tensor(self.contexts).int(),
-            tables=tables,
-        )
-        self.q = torch.randn(sum(counts), heads, dim)
+        self.q = torch.randn(sum(counts), heads + 2 * kv_heads, dim)  # behind the queries: what attention must not read
+        self.heads = heads
         self.keys = [torch.randn(context, kv_heads, dim) for context in self.contexts]
         self.values = [torch.randn(context, kv_heads, dim) for context in self.contexts]
         for table, k, v in zip(tables, self.keys, self.values, strict=True):
             place = torch.arange(len(k))
             slots = table[place // block_size].long() * block_size + place % block_size
-            write_kv(self.cache, 1, k, v, slots)
+            self.write(torch.cat([torch.zeros(len(k), heads, dim), k, v], dim=1), slots)
+        positions = np.concatenate([np.arange(before, before + now) for before, now in pieces])
+        self.batch = self.of(positions, np.cumsum([0, *counts]), self.contexts, tables.numpy())
+
+    def write(self, qkv: torch.Tensor, slots: torch.Tensor) -> None:
+        nothing = np.empty(0, np.int32)
+        write_kv(self.cache, 1, qkv, Batch.on(CPU, HostBatch(nothing, slots.numpy(), nothing, nothing, nothing)))
+
+    def of(self, positions: np.ndarray, starts: Any, contexts: list[int], tables: np.ndarray) -> Batch:
+        """A batch over these pages."""
+        bounds, lengths = np.array(starts, np.int32), np.array(contexts, np.int32)
+        return Batch.on(CPU, HostBatch(positions, np.empty(0, np.int64), bounds, lengths, tables))
+
+    def attend(self, window: int = 0, attend: Any = paged_attention) -> torch.Tensor:
+        """What the kernel gives."""
+        out: torch.Tensor = attend(self.q, self.heads, self.cache, 1, self.batch, window)
+        return out.unflatten(1, (self.heads, -1)).double()
 
     def dense(self, window: int) -> torch.Tensor:
         """Softmax attention by the book."""
@@ -51,7 +64,7 @@ class Pages:
         for (before, now), k, v in zip(self.pieces, self.keys, self.values, strict=True):
             for position in range(before, before + now):
                 low = max(0, position - window + 1) if window else 0
-                q = self.q[row].double()
+                q = self.q[row, : self.heads].double()
                 group = q.shape[0] // k.shape[1]
                 keys = k[low : position + 1].double().repeat_interleave(group, dim=1)
                 values = v[low : position + 1].double().repeat_interleave(group, dim=1)
@@ -78,46 +91,40 @@ def test_it_matches_dense_attention(
     pages = Pages(pieces, heads, kv_heads, dim)
     exact = pages.dense(window)
     for attend in (paged_attention, paged_attention_reference):
-        assert (attend(pages.q, pages.cache, 1, pages.batch, window).double() - exact).abs().max() < 3e-6
+        assert (pages.attend(window, attend) - exact).abs().max() < 3e-6
 
 
 @pytest.mark.parametrize("block_size", [32, 48])
 def test_larger_blocks_work_too(block_size: int) -> None:
     pages = Pages(PIECES["all mixed"], 4, 2, 32, block_size)
-    assert (paged_attention(pages.q, pages.cache, 1, pages.batch).double() - pages.dense(0)).abs().max() < 3e-6
+    assert (pages.attend() - pages.dense(0)).abs().max() < 3e-6
 
 
 def test_a_head_size_that_no_tile_fits_takes_the_reference() -> None:
     pages = Pages(PIECES["all mixed"], 4, 2, 24)
-    assert (paged_attention(pages.q, pages.cache, 1, pages.batch).double() - pages.dense(0)).abs().max() < 3e-6
+    assert (pages.attend() - pages.dense(0)).abs().max() < 3e-6
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=6), st.integers(0, 50))
 def test_any_mix_of_slices_matches(pieces: list[tuple[int, int]], window: int) -> None:
     pages = Pages(pieces, 6, 2, 16)
-    assert (
-        paged_attention(pages.q, pages.cache, 1, pages.batch, window).double() - pages.dense(window)
-    ).abs().max() < 3e-6
+    assert (pages.attend(window) - pages.dense(window)).abs().max() < 3e-6
 
 
 def test_extreme_scores_stay_finite() -> None:
     pages = Pages([(40, 3)], 4, 2, 32)
     pages.q *= 1000
-    answer = paged_attention(pages.q, pages.cache, 1, pages.batch)
+    answer = pages.attend()
     assert torch.isfinite(answer).all()
-    assert (answer.double() - pages.dense(0)).abs().max() < 1e-4
+    assert (answer - pages.dense(0)).abs().max() < 1e-4
 
 
 def test_a_token_has_the_same_bits_in_a_chunk_of_any_size_and_beside_any_neighbour() -> None:
     pages = Pages([(0, 60), (90, 1)], 6, 3, 64)
-    whole = paged_attention(pages.q, pages.cache, 1, pages.batch)
+    whole = pages.attend()
+    every = pages.q
     for first, last in ((0, 1), (0, 16), (17, 23), (59, 60)):
-        piece = AttentionBatch(
-            positions=torch.arange(first, last),
-            slots=torch.empty(0),
-            starts=torch.tensor([0, last - first]).int(),
-            contexts=torch.tensor([last]).int(),
-            tables=pages.batch.tables[:1],
-        )
-        assert torch.equal(paged_attention(pages.q[first:last], pages.cache, 1, piece), whole[first:last])
+        pages.batch = pages.of(np.arange(first, last), [0, last - first], [last], pages.batch.host.tables[:1])
+        pages.q = every[first:last]
+        assert torch.equal(pages.attend(), whole[first:last])

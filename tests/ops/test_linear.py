@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from chairlift.ops.linear import Weight, linear_reference
+from chairlift.ops.linear import Linear, Norm, linear_reference
 
 SHAPES = [(576, 960), (1536, 576), (100, 37), (7, 3), (513, 16)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 65]
@@ -18,8 +18,8 @@ def test_it_matches_the_reference(depth: int, width: int, rows: int) -> None:
     bound = 1e-6 + 4e-7 * depth  # one chain of multiply-adds: the rounding of partial sums grows with its length
     for b in (None, bias):
         exact = linear_reference(x.double(), weight.double(), None if b is None else b.double())
-        assert (Weight(weight, b)(x).double() - exact).abs().max() < bound
-        added = Weight(weight, b)(x, add_to=residual.clone())
+        assert (Linear(weight, b)(x).double() - exact).abs().max() < bound
+        added = Linear(weight, b)(x, add_to=residual.clone())
         assert (added.double() - residual.double() - exact).abs().max() < bound
 
 
@@ -29,13 +29,22 @@ def test_a_gated_layer_matches_the_reference(rows: int, inner: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, x = torch.randn(2 * inner, 96, generator=generator), torch.randn(rows, 96, generator=generator)
     exact = linear_reference(x.double(), weight.double(), gated=True)
-    got = Weight(weight, gated=True)(x)
+    got = Linear(weight, gated=True)(x)
     assert got.shape == (rows, inner)
     assert (got.double() - exact).abs().max() < 2e-5 * exact.abs().max()
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_norm_before_it_matches_the_reference(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, scale = torch.randn(40, 96, generator=generator), torch.randn(96, generator=generator)
+    x = torch.randn(rows, 96, generator=generator)
+    exact = linear_reference(x.double(), weight.double(), norm=Norm(scale.double(), 1e-5))
+    assert (Linear(weight, norm=Norm(scale, 1e-5))(x).double() - exact).abs().max() < 4e-5
+
+
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
-    weight = Weight(torch.randn(96, 1000))
+    weight = Linear(torch.randn(96, 1000))
     x = torch.randn(67, 1000)
     whole = weight(x)
     for rows in (1, 2, 3, 5, 8, 13):
@@ -44,7 +53,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
 
 
 def test_threads_do_not_change_a_bit() -> None:
-    weight, x = Weight(torch.randn(200, 300)), torch.randn(9, 300)
+    weight, x = Linear(torch.randn(200, 300)), torch.randn(9, 300)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -56,4 +65,4 @@ def test_threads_do_not_change_a_bit() -> None:
 
 def test_other_types_take_the_plain_path() -> None:
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(5, 32).bfloat16()
-    assert torch.equal(Weight(weight)(x), linear_reference(x, weight))
+    assert torch.equal(Linear(weight)(x), linear_reference(x, weight))

@@ -24,6 +24,13 @@ def kept(logits: torch.Tensor, k: int = 0, p: float = 1.0, min_p: float = 0.0) -
 PROBS = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]])
 
 
+def test_the_likeliest_is_the_first_of_the_highest() -> None:
+    logits = torch.randn(7, 5001, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(sampling.likeliest(logits), logits.argmax(-1))
+    equal = torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, 0.0], [2.0, 2.0, 2.0]])
+    assert sampling.likeliest(equal).tolist() == [1, 2, 0]
+
+
 def test_top_k_keeps_the_k_likeliest() -> None:
     assert kept(PROBS.log(), k=2) == [[1, 3]]
     assert kept(PROBS.log(), k=50) == [[0, 1, 2, 3, 4]]

@@ -5,12 +5,19 @@ import numpy as np
 import pytest
 import torch
 
+from chairlift.ops.batch import Batch, HostBatch
 from chairlift.ops.kv_cache import KvCache, write_kv, write_kv_reference
 from chairlift.ops.norm import rms_norm, rms_norm_reference
 from chairlift.ops.rope import rope_, rope_reference
 from chairlift.ops.tile import exp
 
 CPU = torch.device("cpu")
+
+
+def batch(*, positions: torch.Tensor | None = None, slots: torch.Tensor | None = None) -> Batch:
+    none = torch.empty(0, dtype=torch.int64)
+    chosen = (none if positions is None else positions, none if slots is None else slots, none, none, none)
+    return Batch.on(CPU, HostBatch(*(tensor.numpy() for tensor in chosen)))
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (64, 576), (5, 4, 32), (3, 7)])
@@ -31,7 +38,7 @@ def test_rope_rotates_the_first_heads_and_leaves_the_rest() -> None:
     positions = torch.randint(0, 100, (11,))
     expected = rope_reference(x[:, :4], positions, angles.cos(), angles.sin())
     untouched = x[:, 4:].clone()
-    rope_(x, 4, positions, angles.cos(), angles.sin())
+    rope_(x, 4, batch(positions=positions), angles.cos(), angles.sin())
     assert torch.allclose(x[:, :4], expected, atol=1e-6)
     assert torch.equal(x[:, 4:], untouched)
 
@@ -40,10 +47,12 @@ def test_kv_writes_land_where_the_reference_puts_them() -> None:
     keys, values = torch.randn(20, 3, 32), torch.randn(20, 3, 32)
     slots = torch.randperm(8 * 16)[:20]
     caches = [KvCache(2, 8, 3, 32, 16, torch.float32, CPU) for _ in range(2)]
-    write_kv(caches[0], 1, keys, values, slots)
-    write_kv_reference(caches[1], 1, keys, values, slots)
+    qkv = torch.cat([torch.randn(20, 6, 32), keys, values], dim=1)
+    write_kv(caches[0], 1, qkv, batch(slots=slots))
+    write_kv_reference(caches[1], 1, qkv, batch(slots=slots))
     assert torch.equal(caches[0].data, caches[1].data)
     assert torch.equal(caches[0].keys(1)[slots // 16, :, :, slots % 16], keys)
+    assert torch.equal(caches[0].values(1)[slots // 16, :, slots % 16], values)
     assert not caches[0].data[0].any()
 
 

@@ -6,13 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from chairlift.core.errors import CapacityError
 from chairlift.core.scheduler import Limits
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.ops.attention import AttentionBatch
+from chairlift.ops.batch import Batch, HostBatch
 from chairlift.ops.kv_cache import KvCache
 
 _MIB = 1 << 20
@@ -112,13 +113,13 @@ def run_largest_step(decoder: Decoder, limits: Limits, block_size: int) -> None:
     count = min(limits.step_tokens, limits.max_length)
     blocks = -(-count // block_size)
     cache = KvCache(config.layers, blocks, config.kv_heads, config.head_dim, block_size, config.dtype, device)
-    places = torch.arange(count, device=device)
-    batch = AttentionBatch(
-        positions=places,
-        slots=places,
-        starts=torch.tensor([0, count], dtype=torch.int32, device=device),
-        contexts=torch.tensor([count], dtype=torch.int32, device=device),
-        tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+    host = HostBatch(
+        positions=np.arange(count),
+        slots=np.arange(count),
+        starts=np.array([0, count], np.int32),
+        contexts=np.array([count], np.int32),
+        tables=np.arange(blocks, dtype=np.int32)[None],
     )
-    hidden = decoder.forward(torch.zeros(count, dtype=torch.int32, device=device), batch, cache)
+    tokens = torch.zeros(count, dtype=torch.int32, device=device)
+    hidden = decoder.forward(tokens, Batch.on(device, host), cache)
     decoder.logits(hidden[: limits.max_sequences]).argmax(-1)

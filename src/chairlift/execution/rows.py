@@ -7,7 +7,7 @@ import torch
 
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Sequence
-from chairlift.ops.attention import AttentionBatch
+from chairlift.ops.batch import Batch, HostBatch
 
 
 class Rows:
@@ -36,7 +36,7 @@ class Rows:
         blocks = sequence.table.blocks
         self._tables[sequence.row, : len(blocks)] = blocks
 
-    def gather(self, plan: StepPlan) -> tuple[torch.Tensor, AttentionBatch]:
+    def gather(self, plan: StepPlan) -> tuple[torch.Tensor, Batch]:
         """The flat batch of a plan: input tokens, and where each belongs."""
         slices = plan.slices
         rows = np.array([piece.sequence.row for piece in slices])
@@ -50,15 +50,9 @@ class Rows:
         tables = self._tables[rows, : -(-int(contexts.max()) // self.block_size)]
         blocks = tables[owner, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
-        places = self._send(positions)
-        batch = AttentionBatch(
-            positions=places,
-            slots=self._send(slots),
-            starts=self._send(bounds.astype(np.int32)),
-            contexts=self._send(contexts.astype(np.int32)),
-            tables=self._send(tables),
-        )
-        return self.tokens[self._send(rows[owner]), places], batch
+        host = HostBatch(positions, slots, bounds.astype(np.int32), contexts.astype(np.int32), tables)
+        batch = Batch.on(self.device, host)
+        return self.tokens[self._send(rows[owner]), batch.positions], batch
 
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""

@@ -67,10 +67,10 @@ class Sampler:
             self._apply_penalties(logits, penalized, rows[penalized], positions[penalized])
         random = np.flatnonzero(self._temperature[rows] > 0)
         if not random.size:
-            return logits.argmax(-1)
+            return sampling.likeliest(logits)
         if random.size == rows.size:
             return self._draw(logits, rows, positions)
-        tokens = logits.argmax(-1)
+        tokens = sampling.likeliest(logits)
         index = self._send(random)
         tokens[index] = self._draw(logits[index], rows[random], positions[random])
         return tokens
@@ -80,7 +80,9 @@ class Sampler:
         top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
         if (top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any():
             logits = sampling.keep_likeliest(logits, self._send(top_k), self._send(top_p), self._send(min_p))
-        return logits.add_(sampling.gumbel(self._send(self._keys(rows, positions)), logits.shape[-1])).argmax(-1)
+        return sampling.likeliest(
+            logits.add_(sampling.gumbel(self._send(self._keys(rows, positions)), logits.shape[-1]))
+        )
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Two 32-bit keys from (seed, position): all the randomness there is."""
@@ -146,8 +148,7 @@ def _mix(seed: int) -> int:
 
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return x
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = np.multiply(x ^ (x >> np.uint64(shift)), np.uint64(factor))  # modulo 2**64, as arrays do
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
-from chairlift.ops.attention import AttentionBatch, paged_attention
+from chairlift.ops.attention import paged_attention
+from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache, write_kv
-from chairlift.ops.linear import Weight
+from chairlift.ops.linear import Linear
 from chairlift.ops.norm import rms_norm
 from chairlift.ops.rope import rope_
 
@@ -20,14 +21,12 @@ from chairlift.ops.rope import rope_
 class Layer:
     """The weights of one layer; q, k and v are one matrix, gate and up another."""
 
-    attention_norm: torch.Tensor
-    qkv: Weight
+    qkv: Linear  # with the norm before attention
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: Weight
-    mlp_norm: torch.Tensor
-    gate_up: Weight
-    down: Weight
+    output: Linear
+    gate_up: Linear  # with the norm before the MLP
+    down: Linear
     window: int
 
 
@@ -39,41 +38,36 @@ class Decoder:
         config: ModelConfig,
         embedding: torch.Tensor,
         layers: list[Layer],
-        norm: torch.Tensor,
-        head: Weight,
+        head: Linear,
         max_length: int,
     ) -> None:
         self.config = config
         self.embedding = embedding
         self.layers = layers
-        self.norm = norm
         self.head = head
         self.device = embedding.device
         self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_length, self.device)
 
-    def forward(self, tokens: torch.Tensor, batch: AttentionBatch, cache: KvCache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache) -> torch.Tensor:
         """The last hidden states [tokens, hidden] of a flat batch."""
         x = F.embedding(tokens, self.embedding)  # the residual stream: layers add to it in place
         for index, layer in enumerate(self.layers):
             self._attend(x, index, layer, batch, cache)
-            layer.down(layer.gate_up(rms_norm(x, layer.mlp_norm, self.config.norm_eps)), add_to=x)
+            layer.down(layer.gate_up(x), add_to=x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [rows, vocabulary] of some rows' hidden states."""
-        return self.head(rms_norm(hidden, self.norm, self.config.norm_eps)).float()
+        return self.head(hidden).float()
 
-    def _attend(self, x: torch.Tensor, index: int, layer: Layer, batch: AttentionBatch, cache: KvCache) -> None:
+    def _attend(self, x: torch.Tensor, index: int, layer: Layer, batch: Batch, cache: KvCache) -> None:
         config = self.config
-        qkv = layer.qkv(rms_norm(x, layer.attention_norm, config.norm_eps))
-        qkv = qkv.view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
+        qkv = layer.qkv(x).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
         turned = config.heads + config.kv_heads  # values are not rotated
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qkv[:, : config.heads], qkv[:, config.heads : turned]
             q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
             k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
-        rope_(qkv, turned, batch.positions, self.cos, self.sin)
-        q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
-        write_kv(cache, index, k, v, batch.slots)
-        attended = paged_attention(q, cache, index, batch, layer.window)
-        layer.output(attended.flatten(1), add_to=x)
+        rope_(qkv, turned, batch, self.cos, self.sin)
+        write_kv(cache, index, qkv, batch)
+        layer.output(paged_attention(qkv, config.heads, cache, index, batch, layer.window), add_to=x)

@@ -10,7 +10,7 @@ import torch
 from chairlift.core.errors import ModelError
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder, Layer
-from chairlift.ops.linear import Weight
+from chairlift.ops.linear import Linear, Norm
 
 Progress = Callable[[int], None]  # told how many bytes more are in place
 
@@ -93,28 +93,37 @@ def load_decoder(
         progress(tensor.numel() * tensor.element_size())
         return tensor.to(device)
 
-    def matrix(prefix: str, *names: str, gated: bool = False) -> Weight:
+    def norm(name: str) -> Norm:
+        return Norm(take(name), config.norm_eps)
+
+    def matrix(prefix: str, *names: str, before: str | None = None, gated: bool = False) -> Linear:
         weight = torch.cat([take(f"{prefix}{name}.weight") for name in names])
         has_bias = f"{prefix}{names[0]}.bias" in shapes
         bias = torch.cat([take(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return Weight(weight, bias, gated=gated)
+        return Linear(weight, bias, norm=norm(before) if before else None, gated=gated)
 
     layers = []
     for i in range(config.layers):
         prefix = f"model.layers.{i}."
         layers.append(
             Layer(
-                attention_norm=take(f"{prefix}input_layernorm.weight"),
-                qkv=matrix(f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+                qkv=matrix(
+                    f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj", before=f"{prefix}input_layernorm.weight"
+                ),
                 q_norm=take(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
                 k_norm=take(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
                 output=matrix(f"{prefix}self_attn.", "o_proj"),
-                mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
-                gate_up=matrix(f"{prefix}mlp.", "gate_proj", "up_proj", gated=True),
+                gate_up=matrix(
+                    f"{prefix}mlp.",
+                    "gate_proj",
+                    "up_proj",
+                    before=f"{prefix}post_attention_layernorm.weight",
+                    gated=True,
+                ),
                 down=matrix(f"{prefix}mlp.", "down_proj"),
                 window=config.windows[i],
             )
         )
     embedding = take("model.embed_tokens.weight")
-    head = Weight(embedding if config.tied_embeddings else take("lm_head.weight"))
-    return Decoder(config, embedding, layers, take("model.norm.weight"), head, max_length)
+    output = embedding if config.tied_embeddings else take("lm_head.weight")
+    return Decoder(config, embedding, layers, Linear(output, norm=norm("model.norm.weight")), max_length)

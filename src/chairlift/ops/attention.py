@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numba
 import numpy as np
@@ -11,52 +10,46 @@ import torch
 import torch.nn.functional as F
 from numba import njit, prange
 
+from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp, prefetch
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """Which rows of the flat batch belong to whom, and where their keys and values lie."""
-
-    positions: torch.Tensor  # [tokens] each token's place in its sequence
-    slots: torch.Tensor  # [tokens] where its key and value go: block * block_size + offset
-    starts: torch.Tensor  # [slices + 1] the slices' bounds in the batch
-    contexts: torch.Tensor  # [slices] tokens of the sequence up to the slice's end
-    tables: torch.Tensor  # [slices, blocks] physical blocks in order
-
-
 def paged_attention(
-    q: torch.Tensor, cache: KvCache, layer: int, batch: AttentionBatch, window: int = 0
+    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0
 ) -> torch.Tensor:
-    """Causal attention of q [tokens, heads, dim] to all that its sequence has in the cache, itself included.
+    """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
 
-    With a window, a token sees the last `window` tokens only. The keys of this step must be written already.
+    With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
+    be written already. Gives [tokens, heads * dim].
     """
-    if q.device.type == "cpu" and q.dtype == torch.float32 and _fits_tiles(cache):
-        out = torch.empty(q.shape)
+    if cache.arrays and _fits_tiles(cache):
+        out = torch.empty(qkv.shape[0], heads * cache.dim)
+        host = batch.host
         _attend(
-            q.contiguous().numpy(),
-            cache.data[layer].numpy(),
-            batch.tables.numpy(),
-            batch.starts.numpy(),
-            batch.contexts.numpy(),
+            qkv.numpy(),
+            heads,
+            cache.arrays[layer],
+            host.tables,
+            host.starts,
+            host.contexts,
             cache.block_size,
             window or 1 << 30,
             out.numpy(),
             torch.get_num_threads(),
         )
         return out
-    return paged_attention_reference(q, cache, layer, batch, window)
+    return paged_attention_reference(qkv, heads, cache, layer, batch, window)
 
 
 def paged_attention_reference(
-    q: torch.Tensor, cache: KvCache, layer: int, batch: AttentionBatch, window: int = 0
+    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0
 ) -> torch.Tensor:
     """The same in plain torch: slice by slice, with its keys and values gathered from the pages."""
+    q = qkv[:, :heads]
     out = torch.empty_like(q)
     keys, values = cache.keys(layer), cache.values(layer)
-    bounds, contexts = batch.starts.tolist(), batch.contexts.tolist()
+    bounds, contexts = batch.host.starts.tolist(), batch.host.contexts.tolist()
     for i, context in enumerate(contexts):
         blocks = batch.tables[i, : -(-context // cache.block_size)].long()
         k = keys[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :context]
@@ -71,7 +64,7 @@ def paged_attention_reference(
             q[rows].transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, enable_gqa=True
         )
         out[rows] = answer[0].transpose(0, 1)
-    return out
+    return out.flatten(1)
 
 
 def _fits_tiles(cache: KvCache) -> bool:
@@ -84,6 +77,7 @@ _QUERY_ROWS = 32  # query rows that share one pass over the keys
 @njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
 def _attend(
     q: np.ndarray,
+    heads: int,
     data: np.ndarray,
     tables: np.ndarray,
     starts: np.ndarray,
@@ -93,7 +87,7 @@ def _attend(
     out: np.ndarray,
     threads: int,
 ) -> None:
-    heads, dim = q.shape[1], q.shape[2]
+    dim = q.shape[2]
     kv_heads = data.shape[2]
     group = heads // kv_heads
     stride = max(1, _QUERY_ROWS // group)  # tokens in one item of work
@@ -175,7 +169,7 @@ def _attend_item(
     for t in range(count):
         for g in range(group):
             for i in range(dim):
-                out[token + t, head * group + g, i] = sums[t * group + g, i]
+                out[token + t, (head * group + g) * dim + i] = sums[t * group + g, i]
 
 
 @njit(nogil=True)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numba import njit
 
+from chairlift.ops.batch import Batch
+
 
 class KvCache:
     """The blocks of all layers."""
@@ -35,6 +37,8 @@ class KvCache:
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.blocks, self.kv_heads, self.dim, self.block_size = blocks, kv_heads, dim, block_size
+        # What compiled kernels see, made once: asking torch for it in every layer of every step takes its time.
+        self.arrays = [layer.numpy() for layer in self.data] if device.type == "cpu" and dtype == torch.float32 else []
 
     def keys(self, layer: int) -> torch.Tensor:
         """[blocks, kv_heads, dim, block_size]"""
@@ -50,29 +54,30 @@ class KvCache:
         self.data[:, targets] = self.data[:, sources]
 
 
-def write_kv(cache: KvCache, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put keys and values [tokens, kv_heads, dim] at `slots` (block * block_size + offset)."""
-    if keys.device.type == "cpu" and keys.dtype == torch.float32:
-        _write(cache.data[layer].numpy(), keys.numpy(), values.numpy(), slots.numpy(), cache.block_size)
+def write_kv(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
+    """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
+    if cache.arrays:
+        _write(cache.arrays[layer], qkv.numpy(), batch.host.slots, cache.block_size)
     else:
-        write_kv_reference(cache, layer, keys, values, slots)
+        write_kv_reference(cache, layer, qkv, batch)
 
 
-def write_kv_reference(
-    cache: KvCache, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
     """The same in plain torch."""
-    block, offset = slots // cache.block_size, slots % cache.block_size
+    keys, values = qkv[:, -2 * cache.kv_heads :].chunk(2, dim=1)
+    block, offset = batch.slots // cache.block_size, batch.slots % cache.block_size
     cache.keys(layer)[block, :, :, offset] = keys
     cache.values(layer)[block, :, offset] = values
 
 
 @njit(nogil=True, cache=True)
-def _write(data: np.ndarray, keys: np.ndarray, values: np.ndarray, slots: np.ndarray, block_size: int) -> None:
-    tokens, heads, dim = keys.shape
-    for token in range(tokens):
+def _write(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int) -> None:
+    dim, heads = qkv.shape[2], data.shape[2]
+    first = qkv.shape[1] - 2 * heads
+    for token in range(qkv.shape[0]):
         block, offset = slots[token] // block_size, slots[token] % block_size
         for head in range(heads):
             for i in range(dim):
-                data[block, 0, head, i * block_size + offset] = keys[token, head, i]
-                data[block, 1, head, offset * dim + i] = values[token, head, i]
+                data[block, 0, head, i * block_size + offset] = qkv[token, first + head, i]
+            for i in range(dim):
+                data[block, 1, head, offset * dim + i] = qkv[token, first + heads + head, i]

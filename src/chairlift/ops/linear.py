@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import njit, prange
 
-from chairlift.ops.tile import PANEL, ROWS, exp, panel_tile
+from chairlift.ops.norm import normalize, rms_norm_reference
+from chairlift.ops.tile import PANEL, ROWS, exp, panel_tile, prefetch
 
-_K_BLOCK = 512  # a panel's share of K that stays in the first-level cache while all rows pass over it
+_K_BLOCK = 6144 // PANEL  # a panel's share of K that stays in the first-level cache while all rows pass over it
+_LINE = 64  # bytes in a cache line
 _PLAIN, _ADD, _GATED = 0, 1, 2
+_NOTHING = np.empty(0, np.float32)
 
 
-class Weight:
-    """A weight [out, in] as its device likes it: packed in panels for float32 on the CPU, as it is elsewhere."""
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm that a layer applies to its input first."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> None:
-        self.shape = weight.shape
+    weight: torch.Tensor
+    eps: float
+
+
+class Linear:
+    """A linear layer with all that is fused to it: the norm before, and after it the bias, the gate or the residual.
+
+    The weight [out, in] lies as its device likes it: packed in panels for float32 on the CPU, as it is elsewhere.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, norm: Norm | None = None, gated: bool = False
+    ) -> None:
         self.bias = bias
-        self.gated = gated  # rows are [gate; up] and the layer gives silu(gate) * up
-        self.packed: np.ndarray | None = None
-        self.tensor: torch.Tensor | None = None
+        self.norm = norm
+        self.gated = gated  # the weight's rows are [gate; up], and the layer gives silu(gate) * up
+        self.width = weight.shape[0] // 2 if gated else weight.shape[0]
+        self.weight: torch.Tensor | None = None
+        self._packed: np.ndarray | None = None
         if weight.device.type == "cpu" and weight.dtype == torch.float32 and not (gated and bias is not None):
-            self.packed = _pack(weight, gated)
-            self.bias_array = np.empty(0, np.float32) if bias is None else bias.contiguous().numpy()
+            self._packed = _pack(weight, gated)
+            self._bias = _NOTHING if bias is None else bias.contiguous().numpy()
+            self._scale = _NOTHING if norm is None else norm.weight.contiguous().numpy()
+            self._eps = 0.0 if norm is None else norm.eps
         else:
-            self.tensor = weight
+            self.weight = weight
 
     def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's output; with `add_to`, that tensor with the output added in place."""
-        if self.packed is None:
-            assert self.tensor is not None
-            return linear_reference(x, self.tensor, self.bias, self.gated, add_to)
-        columns = self.shape[0] // 2 if self.gated else self.shape[0]
-        out = torch.empty(x.shape[0], columns) if add_to is None else add_to
+        if self._packed is None:
+            assert self.weight is not None
+            return linear_reference(x, self.weight, self.bias, self.norm, self.gated, add_to)
+        out = torch.empty(x.shape[0], self.width) if add_to is None else add_to
         mode = _GATED if self.gated else _PLAIN if add_to is None else _ADD
-        _linear(x.contiguous().numpy(), self.packed, self.bias_array, out.numpy(), mode, torch.get_num_threads())
+        given = x.numpy()
+        source = np.empty(given.shape, np.float32) if self.norm else given
+        threads = torch.get_num_threads()
+        _linear(given, self._scale, self._eps, source, self._packed, self._bias, out.numpy(), mode, threads)
         return out
 
 
@@ -45,11 +68,12 @@ def linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch."""
-    y = F.linear(x, weight, bias)
+    y = F.linear(x if norm is None else rms_norm_reference(x, norm.weight, norm.eps), weight, bias)
     if gated:
         y = silu_mul_reference(y)
     return y if add_to is None else add_to.add_(y)
@@ -77,48 +101,80 @@ def _panels(weight: torch.Tensor) -> np.ndarray:
     return weight.view(panels, PANEL, columns).transpose(1, 2).contiguous().numpy()
 
 
-@njit(nogil=True, parallel=True, fastmath=True, cache=True)
-def _linear(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray, mode: int, threads: int) -> None:
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
+def _linear(
+    x: np.ndarray,
+    scale: np.ndarray,
+    eps: float,
+    source: np.ndarray,
+    packed: np.ndarray,
+    bias: np.ndarray,
+    out: np.ndarray,
+    mode: int,
+    threads: int,
+) -> None:
     tokens, depth = x.shape
     width = out.shape[1]
     step = 2 if mode == _GATED else 1
     groups = packed.shape[0] // step
     span = step * PANEL
-    x_at, packed_at = x.ctypes.data, packed.ctypes.data
+    # What is read by address must be an argument: Numba frees a local array after the last mention of its name.
+    if scale.size:
+        normalize(x, scale, eps, source)
+    x_at, packed_at = source.ctypes.data, packed.ctypes.data
     for thread in prange(threads):
         # Every panel is computed into this buffer and stored from there: that is where the bias, the residual, the gate
         # and the last panel's padding are dealt with.
         tile = np.zeros((tokens, span), np.float32)
         tile_at = tile.ctypes.data
         for group in range(groups * thread // threads, groups * (thread + 1) // threads):
-            first = group * PANEL
-            last = min(first + PANEL, width)
             tile[:] = 0.0
-            for k in range(0, depth, _K_BLOCK):
-                count = min(_K_BLOCK, depth - k)
-                for half in range(step):
-                    panel_at = packed_at + ((group * step + half) * depth + k) * PANEL * 4
-                    for row in range(0, tokens, ROWS):
-                        panel_tile(
-                            min(ROWS, tokens - row),
-                            x_at + (row * depth + k) * 4,
-                            depth,
-                            panel_at,
-                            tile_at + (row * span + half * PANEL) * 4,
-                            span,
-                            count,
-                        )
-            for row in range(tokens):
-                if mode == _GATED:
-                    for i in range(last - first):
-                        gate = tile[row, i]
-                        out[row, first + i] = gate / (numba.float32(1.0) + exp(-gate)) * tile[row, PANEL + i]
-                elif mode == _ADD:
-                    for i in range(last - first):
-                        out[row, first + i] += tile[row, i]
-                else:
-                    for i in range(last - first):
-                        out[row, first + i] = tile[row, i]
-                if bias.size:
-                    for i in range(last - first):
-                        out[row, first + i] += bias[first + i]
+            for half in range(step):
+                panel_at = packed_at + (group * step + half) * depth * PANEL * 4
+                _multiply(x_at, tokens, depth, panel_at, tile_at + half * PANEL * 4, span)
+            _store(tile, bias, out, mode, group * PANEL, min(group * PANEL + PANEL, width))
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, span: int) -> None:
+    """All rows times one panel, a K block at a time."""
+    blocks = -(-tokens // ROWS)
+    for k in range(0, depth, _K_BLOCK):
+        count = min(_K_BLOCK, depth - k)
+        here = panel_at + k * PANEL * 4
+        ahead = here + count * PANEL * 4  # what comes next lies right behind
+        share = -(-count * PANEL * 4 // (blocks * _LINE)) * _LINE
+        for row in range(0, tokens, ROWS):
+            for line in range(ahead, ahead + share, _LINE):
+                prefetch(line)  # the next block arrives from memory while this one is used
+            ahead += share
+            panel_tile(
+                min(ROWS, tokens - row),
+                x_at + (row * depth + k) * 4,
+                depth,
+                here,
+                tile_at + row * span * 4,
+                span,
+                count,
+            )
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _store(tile: np.ndarray, bias: np.ndarray, out: np.ndarray, mode: int, first: int, last: int) -> None:
+    """Write one panel's columns to their place, with all that follows the product."""
+    start, count = numba.uintp(first), numba.uintp(last - first)  # unsigned, or LLVM makes no vectors of it
+    for row in range(numba.uintp(tile.shape[0])):
+        if mode == _GATED:
+            for i in range(count):
+                gate = tile[row, i]
+                up = tile[row, i + numba.uintp(PANEL)]
+                out[row, start + i] = gate / (numba.float32(1.0) + exp(-gate)) * up
+        elif mode == _ADD:
+            for i in range(count):
+                out[row, start + i] += tile[row, i]
+        else:
+            for i in range(count):
+                out[row, start + i] = tile[row, i]
+        if bias.size:
+            for i in range(count):
+                out[row, start + i] += bias[start + i]

@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.device.type == "cpu" and x.dtype == torch.float32:
         out = torch.empty(x.shape)
         size = x.shape[-1]
-        _rms_norm(x.reshape(-1, size).numpy(), weight.numpy(), eps, out.view(-1, size).numpy())
+        normalize(x.reshape(-1, size).numpy(), weight.numpy(), eps, out.view(-1, size).numpy())
         return out
     return rms_norm_reference(x, weight, eps)
 
@@ -27,7 +27,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 @njit(nogil=True, fastmath=True, cache=True)
-def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+def normalize(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """The rows of x to unit root mean square, times the weight; for calls from other kernels too."""
     rows, size = x.shape
     for row in range(rows):
         total = numba.float32(0.0)

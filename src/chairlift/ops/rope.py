@@ -6,13 +6,15 @@ import numpy as np
 import torch
 from numba import njit
 
+from chairlift.ops.batch import Batch
 
-def rope_(x: torch.Tensor, heads: int, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+
+def rope_(x: torch.Tensor, heads: int, batch: Batch, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate the first `heads` of x [tokens, heads, dim] in place; cos and sin are tables [positions, dim / 2]."""
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        _rope(x.numpy(), heads, positions.numpy(), cos.numpy(), sin.numpy())
+        _rope(x.numpy(), heads, batch.host.positions, cos.numpy(), sin.numpy())
     else:
-        x[:, :heads] = rope_reference(x[:, :heads], positions, cos, sin)
+        x[:, :heads] = rope_reference(x[:, :heads], batch.positions, cos, sin)
 
 
 def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

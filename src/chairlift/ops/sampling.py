@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
@@ -34,6 +36,35 @@ def penalize_(
     factor = repetition[:, None]
     logits.copy_(torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
     logits.sub_(frequency[:, None] * counts).sub_(presence[:, None] * (counts > 0))
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The id of each row's highest logit, the first of equals."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _likeliest(logits.numpy(), out.numpy(), torch.get_num_threads())
+    return out
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def _likeliest(logits: np.ndarray, out: np.ndarray, threads: int) -> None:
+    rows, vocabulary = logits.shape
+    for thread in prange(threads):
+        for row in range(thread, rows, threads):
+            best = _peak(logits, row)
+            found = 0
+            while found < vocabulary - 1 and logits[row, found] != best:
+                found += 1
+            out[row] = found
+
+
+@njit(nogil=True, fastmath={"reassoc", "nsz"})
+def _peak(logits: np.ndarray, row: int) -> Any:
+    best = logits[row, 0]
+    for i in range(logits.shape[1]):
+        best = max(best, logits[row, i])
+    return best
 
 
 def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

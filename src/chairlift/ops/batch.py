@@ -1,0 +1,39 @@
+"""The flat batch of one step: which tokens belong to whom, and where their keys and values lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class HostBatch(NamedTuple):
+    """The batch in main memory."""
+
+    positions: np.ndarray  # [tokens] each token's place in its sequence
+    slots: np.ndarray  # [tokens] where its key and value go: block * block_size + offset
+    starts: np.ndarray  # [slices + 1] the slices' bounds in the batch
+    contexts: np.ndarray  # [slices] tokens of the sequence up to the slice's end
+    tables: np.ndarray  # [slices, blocks] physical blocks in order
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch on its device, and as it was in main memory: on the CPU they are the same bytes."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    contexts: torch.Tensor
+    tables: torch.Tensor
+    host: HostBatch
+
+    @staticmethod
+    def on(device: torch.device, host: HostBatch) -> Batch:
+        """Send a batch to its device."""
+        positions, slots, starts, contexts, tables = (
+            torch.from_numpy(array).to(device, non_blocking=True) for array in host
+        )
+        return Batch(positions, slots, starts, contexts, tables, host)
