@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -43,8 +44,12 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def endless_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose answers last longer than any test."""
-    return str(make_tiny_model(tmp_path_factory.mktemp("endless") / "llama", max_position_embeddings=32768))
+    """A model without an end token, whose answers last longer than any test."""
+    folder = tmp_path_factory.mktemp("endless") / "llama"
+    make_tiny_model(folder, max_position_embeddings=32768, eos_token_id=None)
+    described = folder / "tokenizer_config.json"
+    described.write_text(json.dumps({**json.loads(described.read_text()), "eos_token": None}))
+    return str(folder)
 
 
 ENDLESS = ("--max-tokens", "30000", "--kv-tokens", "32768")
