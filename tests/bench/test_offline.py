@@ -15,6 +15,7 @@ from chairlift.bench.offline import Benchmark, run_offline
 from chairlift.bench.peers import Task
 from chairlift.bench.report import agreement, percentile, summarize, table
 from chairlift.bench.workloads import Lengths, Workload, uniform
+from chairlift.core.errors import ChairliftError
 
 
 def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tmp_path: Path) -> None:
@@ -53,6 +54,12 @@ def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None
         assert theirs["median"]["agreement"] > 0.9, "other weights would part at the first token"
         assert theirs["ratio"]["output_tok_s"] > 0
     assert table(summary).row_count == 11
+
+
+def test_a_request_that_cannot_be_served_is_said_in_one_line(tiny_model: Path) -> None:
+    benchmark = Benchmark(str(tiny_model), {}, lambda _encode: Workload("long", [[1] * 600], [1]))
+    with pytest.raises(ChairliftError, match="the prompt has 600 tokens and the context holds 512"):
+        run_offline(benchmark)
 
 
 def task(scratch: Path) -> Task:

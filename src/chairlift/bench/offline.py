@@ -64,9 +64,16 @@ def run_offline(
             engines += others
             contenders += [each.contender for each in others] + absent
         for turn in range(benchmark.repeat):
-            for each in engines:
+            for each in list(engines):
                 notice(f"run {turn + 1} of {benchmark.repeat}: {each.contender.name}")
-                each.run(workload)
+                try:
+                    each.run(workload)
+                except UnavailableError as reason:
+                    if each is ours:
+                        raise
+                    each.contender.unavailable = str(reason)
+                    each.contender.runs.clear()
+                    engines.remove(each)
     return workload, contenders
 
 

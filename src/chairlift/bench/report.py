@@ -132,7 +132,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value that `share` percent are not above, between neighbours by straight line.
 
     >>> percentile([1, 2, 3, 4, 5], 50), percentile([0, 10], 99)
-    (3, 9.9)
+    (3.0, 9.9)
     """
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100

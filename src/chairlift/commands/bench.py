@@ -24,8 +24,12 @@ def offline(
         str | None, typer.Option(help="A model's shape with random weights, such as smollm2-135m, in place of --model.")
     ] = None,
     workload: Annotated[
-        str, typer.Option(help="uniform256, uniform512, single, prefill8k, cpu64, uniform, lognormal, or a JSONL file.")
-    ] = "uniform256",
+        str | None,
+        typer.Option(
+            help="uniform256 (default on a GPU), cpu64 (on a CPU), uniform512, single, prefill8k, uniform, lognormal, "
+            "or a JSONL file with a prompt or prompt_tokens, and output_tokens, in each line."
+        ),
+    ] = None,
     requests: Annotated[int, typer.Option(help="Requests of uniform and lognormal.", min=1)] = 64,
     prompt_tokens: Annotated[
         str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
@@ -50,16 +54,18 @@ def offline(
     """A workload given all at once: tokens and requests per second, and how long answers take."""
     from chairlift.bench import offline, report
     from chairlift.bench.workloads import Lengths, make
+    from chairlift.execution.build import choose_device
 
     if shape and model:
         raise ChairliftError("--shape and --model exclude each other: give one")
     if shape:
         settings["load_format"] = "dummy"
+    usual = "cpu64" if choose_device(settings["device"]).type == "cpu" else "uniform256"
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     benchmark = offline.Benchmark(
         shape or model or DEFAULT_MODEL,
         settings,
-        lambda encode: make(workload, requests, *lengths, workload_seed, encode),
+        lambda encode: make(workload or usual, requests, *lengths, workload_seed, encode),
         compare=compare or [],
         python=compare_python or sys.executable,
         repeat=repeat,

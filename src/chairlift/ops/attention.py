@@ -71,6 +71,7 @@ def _fits_tiles(cache: KvCache) -> bool:
     return cache.block_size % BLOCK_COLUMNS == 0 and cache.dim % BLOCK_COLUMNS == 0
 
 
+_AHEAD = 2  # blocks
 _QUERY_ROWS = 32  # query rows that share one pass over the keys
 
 
@@ -176,9 +177,9 @@ def _attend_item(
 def _fetch_ahead(
     tables: np.ndarray, piece: int, column: int, end: int, block_size: int, base: int, block_bytes: int, size: int
 ) -> None:
-    """Have the next block on its way while this one is computed: pages are scattered, so no hardware foresees it."""
-    if column % block_size == 0 and column + block_size < end:
-        at = base + tables[piece, column // block_size + 1] * block_bytes
+    """Have the block after next on its way: pages are scattered, so no hardware foresees where to read."""
+    if column % block_size == 0 and column + _AHEAD * block_size < end:
+        at = base + tables[piece, column // block_size + _AHEAD] * block_bytes
         for line in range(at, at + size, 64):
             prefetch(line)
 

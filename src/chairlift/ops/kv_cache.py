@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, prange
 
 from chairlift.ops.batch import Batch
 
@@ -57,7 +57,7 @@ class KvCache:
 def write_kv(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
     """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
     if cache.arrays:
-        _write(cache.arrays[layer], qkv.numpy(), batch.host.slots, cache.block_size)
+        _write(cache.arrays[layer], qkv.numpy(), batch.host.slots, cache.block_size, torch.get_num_threads())
     else:
         write_kv_reference(cache, layer, qkv, batch)
 
@@ -70,14 +70,15 @@ def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Bat
     cache.values(layer)[block, :, offset] = values
 
 
-@njit(nogil=True, cache=True)
-def _write(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int) -> None:
-    dim, heads = qkv.shape[2], data.shape[2]
+@njit(nogil=True, parallel=True, error_model="numpy", cache=True)
+def _write(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int, threads: int) -> None:
+    tokens, dim, heads = qkv.shape[0], qkv.shape[2], data.shape[2]
     first = qkv.shape[1] - 2 * heads
-    for token in range(qkv.shape[0]):
-        block, offset = slots[token] // block_size, slots[token] % block_size
-        for head in range(heads):
-            for i in range(dim):
-                data[block, 0, head, i * block_size + offset] = qkv[token, first + head, i]
-            for i in range(dim):
-                data[block, 1, head, offset * dim + i] = qkv[token, first + heads + head, i]
+    for thread in prange(threads):
+        for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
+            block, offset = slots[token] // block_size, slots[token] % block_size
+            for head in range(heads):
+                for i in range(dim):
+                    data[block, 0, head, i * block_size + offset] = qkv[token, first + head, i]
+                for i in range(dim):
+                    data[block, 1, head, offset * dim + i] = qkv[token, first + heads + head, i]

@@ -14,6 +14,7 @@ from chairlift.ops.norm import normalize, rms_norm_reference
 from chairlift.ops.tile import PANEL, ROWS, exp, panel_tile, prefetch
 
 _K_BLOCK = 6144 // PANEL  # a panel's share of K that stays in the first-level cache while all rows pass over it
+_ROW_BLOCK = 192  # rows that pass over a panel together: their inputs and sums stay in the second-level cache
 _LINE = 64  # bytes in a cache line
 _PLAIN, _ADD, _GATED = 0, 1, 2
 _NOTHING = np.empty(0, np.float32)
@@ -125,14 +126,16 @@ def _linear(
     for thread in prange(threads):
         # Every panel is computed into this buffer and stored from there: that is where the bias, the residual, the gate
         # and the last panel's padding are dealt with.
-        tile = np.zeros((tokens, span), np.float32)
+        tile = np.empty((min(tokens, _ROW_BLOCK), span), np.float32)
         tile_at = tile.ctypes.data
-        for group in range(groups * thread // threads, groups * (thread + 1) // threads):
-            tile[:] = 0.0
-            for half in range(step):
-                panel_at = packed_at + (group * step + half) * depth * PANEL * 4
-                _multiply(x_at, tokens, depth, panel_at, tile_at + half * PANEL * 4, span)
-            _store(tile, bias, out, mode, group * PANEL, min(group * PANEL + PANEL, width))
+        for row in range(0, tokens, _ROW_BLOCK):
+            rows = min(_ROW_BLOCK, tokens - row)
+            for group in range(groups * thread // threads, groups * (thread + 1) // threads):
+                tile[:] = 0.0
+                for half in range(step):
+                    panel_at = packed_at + (group * step + half) * depth * PANEL * 4
+                    _multiply(x_at + row * depth * 4, rows, depth, panel_at, tile_at + half * PANEL * 4, span)
+                _store(tile, rows, bias, out, mode, row, group * PANEL, min(group * PANEL + PANEL, width))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -160,21 +163,24 @@ def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, s
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _store(tile: np.ndarray, bias: np.ndarray, out: np.ndarray, mode: int, first: int, last: int) -> None:
+def _store(
+    tile: np.ndarray, rows: int, bias: np.ndarray, out: np.ndarray, mode: int, top: int, first: int, last: int
+) -> None:
     """Write one panel's columns to their place, with all that follows the product."""
     start, count = numba.uintp(first), numba.uintp(last - first)  # unsigned, or LLVM makes no vectors of it
-    for row in range(numba.uintp(tile.shape[0])):
+    for row in range(numba.uintp(rows)):
+        to = numba.uintp(top) + row
         if mode == _GATED:
             for i in range(count):
                 gate = tile[row, i]
                 up = tile[row, i + numba.uintp(PANEL)]
-                out[row, start + i] = gate / (numba.float32(1.0) + exp(-gate)) * up
+                out[to, start + i] = gate / (numba.float32(1.0) + exp(-gate)) * up
         elif mode == _ADD:
             for i in range(count):
-                out[row, start + i] += tile[row, i]
+                out[to, start + i] += tile[row, i]
         else:
             for i in range(count):
-                out[row, start + i] = tile[row, i]
+                out[to, start + i] = tile[row, i]
         if bias.size:
             for i in range(count):
-                out[row, start + i] += bias[start + i]
+                out[to, start + i] += bias[start + i]

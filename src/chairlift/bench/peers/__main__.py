@@ -36,12 +36,11 @@ def main(name: str, task_file: str, workload_file: str) -> None:
         peer = load(name, task)
         # Kernels are compiled, graphs captured and pools started before anything is timed.
         peer.run([prompt[:64] for prompt in work["prompts"][:8]], [min(4, count) for count in work["outputs"][:8]])
+        reply(ready=peer.describe())
+        while commands.get() == "run":
+            reply(run=timed(peer, work["prompts"], work["outputs"], task.device))
     except (Unavailable, ChairliftError) as reason:
         reply(unavailable=str(reason))
-        return
-    reply(ready=peer.describe())
-    while commands.get() == "run":
-        reply(run=timed(peer, work["prompts"], work["outputs"], task.device))
 
 
 def timed(peer: Peer, prompts: list[list[int]], outputs: list[int], device: str) -> dict[str, Any]:
