@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from numba import njit, prange
 
 from chairlift.ops.norm import normalize, rms_norm_reference
-from chairlift.ops.tile import PANEL, ROWS, exp, panel_tile, prefetch
+from chairlift.ops.tile import PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
 
 _K_BLOCK = 6144 // PANEL  # a panel's share of K that stays in the first-level cache while all rows pass over it
 _ROW_BLOCK = 192  # rows that pass over a panel together: their inputs and sums stay in the second-level cache
 _LINE = 64  # bytes in a cache line
+_FETCHES_AHEAD = WIDTH > 4  # measured: a tenth faster with AVX512, a hundredth slower with NEON
 _PLAIN, _ADD, _GATED = 0, 1, 2
 _NOTHING = np.empty(0, np.float32)
 
@@ -147,19 +148,15 @@ def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, s
         here = panel_at + k * PANEL * 4
         ahead = here + count * PANEL * 4  # what comes next lies right behind
         share = -(-count * PANEL * 4 // (blocks * _LINE)) * _LINE
-        for row in range(0, tokens, ROWS):
-            for line in range(ahead, ahead + share, _LINE):
-                prefetch(line)  # the next block arrives from memory while this one is used
-            ahead += share
-            panel_tile(
-                min(ROWS, tokens - row),
-                x_at + (row * depth + k) * 4,
-                depth,
-                here,
-                tile_at + row * span * 4,
-                span,
-                count,
-            )
+        for block in range(blocks):
+            if _FETCHES_AHEAD and blocks > 1:
+                for line in range(ahead, ahead + share, _LINE):
+                    prefetch(line)  # the next block arrives from memory while this one is used
+                ahead += share
+            # Even shares instead of full tiles and a rest: a tile of one row takes almost as long as one of four.
+            row, end = tokens * block // blocks, tokens * (block + 1) // blocks
+            x_row, tile_row = x_at + (row * depth + k) * 4, tile_at + row * span * 4
+            panel_tile(end - row, x_row, depth, here, tile_row, span, count)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -34,7 +34,7 @@ def _vector_width() -> int:
 WIDTH = _vector_width()
 # Rows and vectors of the largest tile: as many accumulators as the registers hold beside what feeds them, measured
 # (docs/performance.md). NEON has 32 registers but takes its factors four steps at a time, AVX2 has 16, AVX512 32.
-ROWS, _VECTORS = {4: (8, 2), 8: (6, 2), 16: (6, 4)}[WIDTH]
+ROWS, _VECTORS = {4: (6, 3), 8: (6, 2), 16: (6, 4)}[WIDTH]
 PANEL = _VECTORS * WIDTH  # columns of a packed weight that lie together
 BLOCK_COLUMNS = 16  # the attention tile is as wide as a KV block
 _HAS_LANE_FMA = platform.machine().lower() in ("aarch64", "arm64")
@@ -140,7 +140,7 @@ def _tile(rows: int, vectors: int, width: int, ldb_fixed: int | None = None) -> 
     return tile
 
 
-_p1, _p2, _p3, _p4, _p5, _p6, _p7, _p8 = (_tile(min(rows, ROWS), _VECTORS, WIDTH, PANEL) for rows in range(1, 9))
+_p1, _p2, _p3, _p4, _p5, _p6 = (_tile(rows, _VECTORS, WIDTH, PANEL) for rows in range(1, ROWS + 1))
 _ATTENTION_WIDTH = min(WIDTH, BLOCK_COLUMNS)
 _b1, _b2, _b3, _b4 = (_tile(rows, BLOCK_COLUMNS // _ATTENTION_WIDTH, _ATTENTION_WIDTH) for rows in range(1, 5))
 
@@ -148,11 +148,7 @@ _b1, _b2, _b3, _b4 = (_tile(rows, BLOCK_COLUMNS // _ATTENTION_WIDTH, _ATTENTION_
 @njit(nogil=True)
 def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int) -> None:
     """C += A @ B for up to ROWS rows and one packed panel of a weight; addresses in bytes, dimensions in floats."""
-    if rows == 8:
-        _p8(a, lda, b, PANEL, c, ldc, k)
-    elif rows == 7:
-        _p7(a, lda, b, PANEL, c, ldc, k)
-    elif rows == 6:
+    if rows == 6:
         _p6(a, lda, b, PANEL, c, ldc, k)
     elif rows == 5:
         _p5(a, lda, b, PANEL, c, ldc, k)
