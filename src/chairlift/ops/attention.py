@@ -12,7 +12,7 @@ from numba import njit, prange
 
 from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache
-from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp, prefetch
+from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 
 
 def paged_attention(
@@ -71,7 +71,6 @@ def _fits_tiles(cache: KvCache) -> bool:
     return cache.block_size % BLOCK_COLUMNS == 0 and cache.dim % BLOCK_COLUMNS == 0
 
 
-_AHEAD = 2  # blocks
 _QUERY_ROWS = 32  # query rows that share one pass over the keys
 
 
@@ -152,36 +151,27 @@ def _attend_item(
     for row in range(rows):
         for column in range(begin, -(-end // BLOCK_COLUMNS) * BLOCK_COLUMNS):
             weights[row, column] = 0.0
+    block_floats = block_bytes // 4
     for column in range(begin, end, BLOCK_COLUMNS):
-        block_at = keys_at + tables[piece, column // block_size] * block_bytes
-        b = block_at + column % block_size * 4
-        _fetch_ahead(tables, piece, column, end, block_size, keys_at, block_bytes, head_bytes)
-        block_tile(rows, queries_at, dim, b, block_size, weights_at + column * 4, pitch, dim)
+        block = tables[piece, column // block_size]
+        b = keys_at + block * block_bytes + column % block_size * 4
+        # Pages are scattered, so no hardware foresees where to read next: the tile asks for it as it goes.
+        ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
+        block_tile(rows, queries_at, dim, b, block_size, weights_at + column * 4, pitch, dim, ahead)
     for t in range(count):
         position = place + t
         for g in range(group):
             _softmax(weights, t * group + g, max(begin, position - window + 1), position + 1, begin, end)
     for column in range(begin, end, BLOCK_COLUMNS):
-        block_at = values_at + tables[piece, column // block_size] * block_bytes
-        _fetch_ahead(tables, piece, column, end, block_size, values_at, block_bytes, head_bytes)
+        block = tables[piece, column // block_size]
+        ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
         for i in range(0, dim, BLOCK_COLUMNS):
-            b = block_at + (column % block_size * dim + i) * 4
-            block_tile(rows, weights_at + column * 4, pitch, b, dim, sums_at + i * 4, dim, BLOCK_COLUMNS)
+            b = values_at + block * block_bytes + (column % block_size * dim + i) * 4
+            block_tile(rows, weights_at + column * 4, pitch, b, dim, sums_at + i * 4, dim, BLOCK_COLUMNS, ahead)
     for t in range(count):
         for g in range(group):
             for i in range(dim):
                 out[token + t, (head * group + g) * dim + i] = sums[t * group + g, i]
-
-
-@njit(nogil=True)
-def _fetch_ahead(
-    tables: np.ndarray, piece: int, column: int, end: int, block_size: int, base: int, block_bytes: int, size: int
-) -> None:
-    """Have the block after next on its way: pages are scattered, so no hardware foresees where to read."""
-    if column % block_size == 0 and column + _AHEAD * block_size < end:
-        at = base + tables[piece, column // block_size + _AHEAD] * block_bytes
-        for line in range(at, at + size, 64):
-            prefetch(line)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -57,18 +57,28 @@ class _Emitter:
         value.align = 4
         return value
 
+    def fetch(self, base: Any, offset: Any) -> None:
+        """Ask for a cache line before it is needed."""
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        at = self.builder.bitcast(self.builder.gep(base, [offset]), pointer)
+        self.builder.call(function, [at, _i32(0), _i32(3), _i32(1)])
+
     def splat(self, value: Any, lane: int) -> Any:
         mask = ir.Constant(ir.VectorType(_i32, self.width), [lane] * self.width)
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
-    def fused(self, a: Any, lda: Any, b: Any, ldb: Any, k: Any, sums: list[Any], count: int) -> list[Any]:
-        """`count` steps along K from `k`."""
+    def fused(self, a: Any, lda: Any, b: Any, ldb: Any, ahead: Any, k: Any, sums: list[Any], count: int) -> list[Any]:
+        """`count` steps along K from `k`; with `ahead`, each also asks for what lies so far behind its row of B."""
         builder, sums = self.builder, list(sums)
         starts = [builder.add(builder.mul(lda, _i64(row)), k) for row in range(self.rows)]
         if count > 1:  # one load brings four steps' factors; the multiply-add picks its lane
             factors = [self.load(a, start, ir.VectorType(_f32, count)) for start in starts]
         for step in range(count):
             at = builder.mul(builder.add(k, _i64(step)), ldb)
+            if ahead is not None:
+                self.fetch(b, builder.add(at, ahead))
             columns = [self.load(b, builder.add(at, _i64(v * self.width)), self.vector) for v in range(self.vectors)]
             for row in range(self.rows):
                 if count > 1:
@@ -107,15 +117,17 @@ class _Emitter:
         return position, held
 
 
-def _tile(rows: int, vectors: int, width: int, ldb_fixed: int | None = None) -> Any:
+def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, fetches: bool = False) -> Any:
     """The tile of `rows` x `vectors * width` as a function of addresses and leading dimensions, callable from Numba."""
 
     @intrinsic
-    def tile(_context: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any) -> Any:
+    def tile(_context: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, ahead: Any) -> Any:
         def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            a, lda, b, ldb, c, ldc, end = args
+            a, lda, b, ldb, c, ldc, end, ahead = args
             if ldb_fixed is not None:
                 ldb = _i64(ldb_fixed)
+            if not fetches:
+                ahead = None
             emitter = _Emitter(builder, rows, vectors, width)
             a, b, c = (builder.inttoptr(address, _f32.as_pointer()) for address in (a, b, c))
             places = [
@@ -124,7 +136,7 @@ def _tile(rows: int, vectors: int, width: int, ldb_fixed: int | None = None) -> 
             sums = [emitter.load(c, place, emitter.vector) for place in places]
 
             def body(k: Any, sums: list[Any], count: int) -> list[Any]:
-                return emitter.fused(a, lda, b, ldb, k, sums, count)
+                return emitter.fused(a, lda, b, ldb, ahead, k, sums, count)
 
             k = _i64(0)
             if _HAS_LANE_FMA:
@@ -135,48 +147,53 @@ def _tile(rows: int, vectors: int, width: int, ldb_fixed: int | None = None) -> 
                 builder.store(value, at).align = 4
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), emit
+        return types.void(*[types.int64] * 8), emit
 
     return tile
 
 
-_p1, _p2, _p3, _p4, _p5, _p6 = (_tile(rows, _VECTORS, WIDTH, PANEL) for rows in range(1, ROWS + 1))
+_p1, _p2, _p3, _p4, _p5, _p6 = (_tile(rows, _VECTORS, WIDTH, ldb_fixed=PANEL) for rows in range(1, ROWS + 1))
 _ATTENTION_WIDTH = min(WIDTH, BLOCK_COLUMNS)
-_b1, _b2, _b3, _b4 = (_tile(rows, BLOCK_COLUMNS // _ATTENTION_WIDTH, _ATTENTION_WIDTH) for rows in range(1, 5))
+_b1, _b2, _b3, _b4 = (
+    _tile(rows, BLOCK_COLUMNS // _ATTENTION_WIDTH, _ATTENTION_WIDTH, fetches=True) for rows in range(1, 5)
+)
 
 
 @njit(nogil=True)
 def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int) -> None:
     """C += A @ B for up to ROWS rows and one packed panel of a weight; addresses in bytes, dimensions in floats."""
     if rows == 6:
-        _p6(a, lda, b, PANEL, c, ldc, k)
+        _p6(a, lda, b, PANEL, c, ldc, k, 0)
     elif rows == 5:
-        _p5(a, lda, b, PANEL, c, ldc, k)
+        _p5(a, lda, b, PANEL, c, ldc, k, 0)
     elif rows == 4:
-        _p4(a, lda, b, PANEL, c, ldc, k)
+        _p4(a, lda, b, PANEL, c, ldc, k, 0)
     elif rows == 3:
-        _p3(a, lda, b, PANEL, c, ldc, k)
+        _p3(a, lda, b, PANEL, c, ldc, k, 0)
     elif rows == 2:
-        _p2(a, lda, b, PANEL, c, ldc, k)
+        _p2(a, lda, b, PANEL, c, ldc, k, 0)
     else:
-        _p1(a, lda, b, PANEL, c, ldc, k)
+        _p1(a, lda, b, PANEL, c, ldc, k, 0)
 
 
 @njit(nogil=True)
-def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int) -> None:
-    """C += A @ B for any number of rows and 16 columns; addresses in bytes, dimensions in floats."""
+def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int) -> None:
+    """C += A @ B for any number of rows and 16 columns; addresses in bytes, dimensions in floats.
+
+    While it reads B, it has what lies `ahead` floats further fetched: the block that comes next.
+    """
     row = 0
     while row + 4 <= rows:
-        _b4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k)
+        _b4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, ahead)
         row += 4
     a += row * lda * 4
     c += row * ldc * 4
     if rows - row == 3:
-        _b3(a, lda, b, ldb, c, ldc, k)
+        _b3(a, lda, b, ldb, c, ldc, k, ahead)
     elif rows - row == 2:
-        _b2(a, lda, b, ldb, c, ldc, k)
+        _b2(a, lda, b, ldb, c, ldc, k, ahead)
     elif rows - row == 1:
-        _b1(a, lda, b, ldb, c, ldc, k)
+        _b1(a, lda, b, ldb, c, ldc, k, ahead)
 
 
 @intrinsic
