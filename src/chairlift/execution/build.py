@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from chairlift.core.scheduler import Limits, Scheduler
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.execution.capacity import Capacity, plan_capacity
+from chairlift.execution.dry_run import dry_run
 from chairlift.execution.executor import TorchExecutor
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig, read_config
@@ -30,6 +32,8 @@ from chairlift.models.loader import RandomTensors, load_decoder, tensor_shapes
 from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import resolve
 from chairlift.ops.kv_cache import KvCache
+
+console = Console(stderr=True)
 
 
 class WallClock:
@@ -77,6 +81,9 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
         prefill=PREFILL_MODES[scheduling.prefill](),
         preemption=PREEMPTIONS[scheduling.preemption](),
     )
+    if device.type == "cpu":
+        with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
+            dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     engine = Engine(scheduler, TorchExecutor(decoder, cache, limits), WallClock(), overlap=overlap)
     return Built(engine, config, limits, capacity, checkpoint)
@@ -136,6 +143,6 @@ def load(
     total = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) * config.dtype.itemsize
     source = checkpoint or RandomTensors(config, device)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         task = bar.add_task("loading weights", total=total)
         return load_decoder(config, source, device, max_length, lambda count: bar.advance(task, count))

@@ -6,15 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from chairlift.core.errors import CapacityError
 from chairlift.core.scheduler import Limits
+from chairlift.execution.dry_run import dry_run
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.ops.batch import Batch, HostBatch
-from chairlift.ops.kv_cache import KvCache
 
 _MIB = 1 << 20
 
@@ -72,7 +70,7 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, memory_share:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        run_largest_step(decoder, limits, block_size)
+        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_sequences, block_size)
         torch.cuda.synchronize(decoder.device)
         peak = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()
@@ -104,22 +102,3 @@ def available_memory() -> int:
     except (OSError, ValueError):
         pass
     return available
-
-
-@torch.inference_mode()
-def run_largest_step(decoder: Decoder, limits: Limits, block_size: int) -> None:
-    """One forward pass as large as any will be, over a scratch cache: it shows what memory a step takes."""
-    config, device = decoder.config, decoder.device
-    count = min(limits.step_tokens, limits.max_length)
-    blocks = -(-count // block_size)
-    cache = KvCache(config.layers, blocks, config.kv_heads, config.head_dim, block_size, config.dtype, device)
-    host = HostBatch(
-        positions=np.arange(count),
-        slots=np.arange(count),
-        starts=np.array([0, count], np.int32),
-        contexts=np.array([count], np.int32),
-        tables=np.arange(blocks, dtype=np.int32)[None],
-    )
-    tokens = torch.zeros(count, dtype=torch.int32, device=device)
-    hidden = decoder.forward(tokens, Batch.on(device, host), cache)
-    decoder.logits(hidden[: limits.max_sequences]).argmax(-1)
