@@ -10,9 +10,12 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from chairlift.ops.batch import Batch
+from chairlift.ops.tile import prefetch
+
+_LINE = 64  # bytes in a cache line
 
 
 class KvCache:
@@ -57,7 +60,7 @@ class KvCache:
 def write_kv(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
     """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
     if cache.arrays:
-        _write(cache.arrays[layer], qkv.numpy(), batch.host.slots, cache.block_size, torch.get_num_threads())
+        _write(cache.arrays[layer], qkv.numpy(), batch.host.slots, cache.block_size)
     else:
         write_kv_reference(cache, layer, qkv, batch)
 
@@ -70,15 +73,20 @@ def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Bat
     cache.values(layer)[block, :, offset] = values
 
 
-@njit(nogil=True, parallel=True, error_model="numpy", cache=True)
-def _write(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int, threads: int) -> None:
+@njit(nogil=True, error_model="numpy", cache=True)
+def _write(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int) -> None:
     tokens, dim, heads = qkv.shape[0], qkv.shape[2], data.shape[2]
     first = qkv.shape[1] - 2 * heads
-    for thread in prange(threads):
-        for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
-            block, offset = slots[token] // block_size, slots[token] % block_size
-            for head in range(heads):
-                for i in range(dim):
-                    data[block, 0, head, i * block_size + offset] = qkv[token, first + head, i]
-                for i in range(dim):
-                    data[block, 1, head, offset * dim + i] = qkv[token, first + heads + head, i]
+    at, pitch = data.ctypes.data, 2 * heads * dim * block_size * 4
+    for token in range(tokens):
+        # A key is scattered over as many cache lines as it has elements: have the next token's on their way.
+        if token + 1 < tokens and slots[token + 1] != slots[token] + 1:
+            begin = at + slots[token + 1] // block_size * pitch
+            for line in range(begin, begin + pitch // 2, _LINE):
+                prefetch(line)
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        for head in range(heads):
+            for i in range(dim):
+                data[block, 0, head, i * block_size + offset] = qkv[token, first + head, i]
+            for i in range(dim):
+                data[block, 1, head, offset * dim + i] = qkv[token, first + heads + head, i]
