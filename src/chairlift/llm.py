@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,10 +19,10 @@ from chairlift.core.settings import Settings
 from chairlift.execution.build import Built, build
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint
 from chairlift.models.sources import DEFAULT_MODEL
-from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
-from chairlift.text.answer import AnswerReader, describe
+from chairlift.outputs import Chunk, RequestOutput
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
+from chairlift.track import Track
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -48,7 +48,7 @@ class LLM:
         self.tokenizer, self._no_tokenizer = read_tokenizer(self._built.checkpoint)
         self._ids = count()
         self._seeds = random.Random(self.settings.model.seed)
-        self._tracks: dict[str, _Track] = {}
+        self._tracks: dict[str, Track] = {}
 
     def generate(
         self,
@@ -64,7 +64,7 @@ class LLM:
             raise RequestError(
                 f"{len(listed)} prompts came with {len(choices)} sampling params: give one, or one for each"
             )
-        tracks: list[_Track] = []
+        tracks: list[Track] = []
         try:
             for prompt, chosen in zip(listed, choices, strict=True):
                 tracks.append(self._submit(prompt, chosen))
@@ -109,7 +109,7 @@ class LLM:
         """
         window = window or 4 * self._built.limits.max_sequences
         source = iter(requests)
-        live: list[tuple[K, _Track]] = []
+        live: list[tuple[K, Track]] = []
         try:
             while (taken := list(islice(source, window - len(live)))) or live:
                 for key, prompt, params in taken:
@@ -150,7 +150,7 @@ class LLM:
 
     # ---- requests in
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> _Track:
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> Track:
         text, ids = self._encode(prompt)
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
@@ -165,7 +165,7 @@ class LLM:
             bad_words=spell_bad_words(params.bad_words, tokenizer),
         )
         self.engine.submit(request)
-        track = _Track(request, text, tokenizer)
+        track = Track(request, text, tokenizer)
         self._tracks[request.id] = track
         return track
 
@@ -197,7 +197,7 @@ class LLM:
 
     # ---- news out
 
-    def _run(self, tracks: list[_Track], progress: bool) -> None:
+    def _run(self, tracks: list[Track], progress: bool) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -209,12 +209,13 @@ class LLM:
         start = clock.now()
         with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
             task = bar.add_task("generating", total=len(tracks), speed="")
-            tokens = 0
-            while not all(track.output.finished for track in tracks):
-                tokens += self._step()
-                if progress:
-                    speed = f"{tokens / max(clock.now() - start, 1e-9):,.0f} tok/s"
-                    bar.update(task, completed=sum(track.output.finished for track in tracks), speed=speed)
+            tokens, shown = 0, start
+            for track in tracks:
+                while not track.output.finished:
+                    tokens += self._step()
+                    if progress and (now := clock.now()) - shown > 0.1:
+                        shown, done = now, sum(each.output.finished for each in tracks)
+                        bar.update(task, completed=done, speed=f"{tokens / (now - start):,.0f} tok/s")
         for track in tracks:
             if error := track.error:
                 raise RequestError(f"request {track.request.id} failed: {error}")
@@ -236,7 +237,7 @@ class LLM:
                 del self._tracks[track.request.id]
         return tokens
 
-    def _stream(self, track: _Track) -> Iterator[Chunk]:
+    def _stream(self, track: Track) -> Iterator[Chunk]:
         try:
             while True:
                 if chunks := track.take_chunks():
@@ -250,66 +251,12 @@ class LLM:
         finally:
             self._leave([track])
 
-    def _leave(self, tracks: list[_Track]) -> None:
+    def _leave(self, tracks: list[Track]) -> None:
         """Whatever was not finished when the caller left is ended."""
         for track in tracks:
             if not track.output.finished:
                 self._dispatch(self.engine.abort(track.request.id))
                 self._tracks.pop(track.request.id, None)
-
-
-class _Track:
-    """One request on its way: the readers of its answers, and its times."""
-
-    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer | None) -> None:
-        self.request = request
-        self._tokenizer = tokenizer
-        params = request.params
-        self._readers = [AnswerReader(i, request.prompt, params, tokenizer) for i in range(params.n)]
-        self.output = RequestOutput(
-            request_id=request.id,
-            prompt=text,
-            prompt_token_ids=request.prompt,
-            outputs=[reader.answer for reader in self._readers],
-            metrics=RequestMetrics(request.arrival),
-        )
-        if params.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [None] * len(request.prompt)
-        self._chunks: list[Chunk] = []
-
-    @property
-    def error(self) -> str | None:
-        """Why it failed, if it did."""
-        return next((answer.error for answer in self.output.outputs if answer.error), None)
-
-    def read(self, event: Event, now: Callable[[], float]) -> bool:
-        """Take in one event; True if the answer's text just met a stop string, so that the sequence must be stopped."""
-        if event.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
-            start, entries = event.prompt_logprobs
-            self.output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
-        reader = self._readers[event.sequence.index]
-        was_open = reader.answer.finish_reason is None
-        new = reader.read(event)
-        metrics = self.output.metrics
-        if event.token is not None:
-            if metrics.first_token is None:
-                metrics.first_token, metrics.started = now(), event.sequence.started
-            metrics.output_tokens += was_open
-        reason = reader.answer.finish_reason
-        if was_open and (event.token is not None or reason):
-            ids = [] if event.token is None else [event.token]
-            self._chunks.append(Chunk(new, ids, event.sequence.index, reason))
-        if event.finish_reason in ("abort", "error") and event.sequence.index == 0:
-            for other in self._readers:  # siblings that were never born end with it
-                other.answer.finish_reason = other.answer.finish_reason or str(event.finish_reason)
-        if all(answer.finish_reason for answer in self.output.outputs) and not self.output.finished:
-            self.output.finished, metrics.finished = True, now()
-        return was_open and reason is not None and event.finish_reason is None
-
-    def take_chunks(self) -> list[Chunk]:
-        """What has come since the last call."""
-        chunks, self._chunks = self._chunks, []
-        return chunks
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,65 @@
+"""Track: one request on its way from the engine's events to what its caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chairlift.core.plan import Event
+from chairlift.core.request import Request
+from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
+from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.tokenizer import Tokenizer
+
+
+class Track:
+    """One request on its way: the readers of its answers, and its times."""
+
+    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        params = request.params
+        self._readers = [AnswerReader(i, request.prompt, params, tokenizer) for i in range(params.n)]
+        self.output = RequestOutput(
+            request_id=request.id,
+            prompt=text,
+            prompt_token_ids=request.prompt,
+            outputs=[reader.answer for reader in self._readers],
+            metrics=RequestMetrics(request.arrival),
+        )
+        if params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None] * len(request.prompt)
+        self._chunks: list[Chunk] = []
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed, if it did."""
+        return next((answer.error for answer in self.output.outputs if answer.error), None)
+
+    def read(self, event: Event, now: Callable[[], float]) -> bool:
+        """Take in one event; True if the answer's text just met a stop string, so that the sequence must be stopped."""
+        if event.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
+            start, entries = event.prompt_logprobs
+            self.output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
+        reader = self._readers[event.sequence.index]
+        was_open = reader.answer.finish_reason is None
+        new = reader.read(event)
+        metrics = self.output.metrics
+        if event.token is not None:
+            if metrics.first_token is None:
+                metrics.first_token, metrics.started = now(), event.sequence.started
+            metrics.output_tokens += was_open
+        reason = reader.answer.finish_reason
+        if was_open and (event.token is not None or reason):
+            ids = [] if event.token is None else [event.token]
+            self._chunks.append(Chunk(new, ids, event.sequence.index, reason))
+        if event.finish_reason in ("abort", "error") and event.sequence.index == 0:
+            for other in self._readers:  # siblings that were never born end with it
+                other.answer.finish_reason = other.answer.finish_reason or str(event.finish_reason)
+        if all(answer.finish_reason for answer in self.output.outputs) and not self.output.finished:
+            self.output.finished, metrics.finished = True, now()
+        return was_open and reason is not None and event.finish_reason is None
+
+    def take_chunks(self) -> list[Chunk]:
+        """What has come since the last call."""
+        chunks, self._chunks = self._chunks, []
+        return chunks
