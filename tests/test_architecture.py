@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "text": {"text", "core"},
     "execution": {"execution", "engine", "core", "models", "ops"},
     "outputs": {"text", "core"},
-    "llm": {"llm", "outputs", "execution", "engine", "core", "models", "text"},
+    "track": {"track", "outputs", "core", "text"},
+    "llm": {"llm", "track", "outputs", "execution", "engine", "core", "models", "text"},
 }
 TOP = ("bench", "cli", "commands", "__main__")  # they import the rest; nobody below imports them
 
