@@ -42,6 +42,14 @@ _HAS_LANE_FMA = platform.machine().lower() in ("aarch64", "arm64")
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
+def _emit_fetch(builder: Any, address: Any) -> None:
+    """Ask for a cache line before it is needed."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(address, pointer), _i32(0), _i32(3), _i32(1)])
+
+
 class _Emitter:
     """Writes the LLVM code of one tile shape."""
 
@@ -57,14 +65,6 @@ class _Emitter:
         value.align = 4
         return value
 
-    def fetch(self, base: Any, offset: Any) -> None:
-        """Ask for a cache line before it is needed."""
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        at = self.builder.bitcast(self.builder.gep(base, [offset]), pointer)
-        self.builder.call(function, [at, _i32(0), _i32(3), _i32(1)])
-
     def splat(self, value: Any, lane: int) -> Any:
         mask = ir.Constant(ir.VectorType(_i32, self.width), [lane] * self.width)
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
@@ -78,7 +78,7 @@ class _Emitter:
         for step in range(count):
             at = builder.mul(builder.add(k, _i64(step)), ldb)
             if ahead is not None:
-                self.fetch(b, builder.add(at, ahead))
+                _emit_fetch(builder, builder.gep(b, [builder.add(at, ahead)]))
             columns = [self.load(b, builder.add(at, _i64(v * self.width)), self.vector) for v in range(self.vectors)]
             for row in range(self.rows):
                 if count > 1:
@@ -201,10 +201,7 @@ def prefetch(_context: Any, address: Any) -> Any:
     """Ask for the cache line at an address before it is needed."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(args[0], pointer), _i32(0), _i32(3), _i32(1)])
+        _emit_fetch(builder, builder.inttoptr(args[0], _f32.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(types.int64), emit
