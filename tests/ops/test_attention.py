@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from chairlift.ops.attention import paged_attention, paged_attention_reference
 from chairlift.ops.batch import Batch, HostBatch
-from chairlift.ops.kv_cache import KvCache, write_kv
+from chairlift.ops.kv_cache import KvCache, write_kv_reference
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,9 @@ class Pages:
 
     def write(self, qkv: torch.Tensor, slots: torch.Tensor) -> None:
         nothing = np.empty(0, np.int32)
-        write_kv(self.cache, 1, qkv, Batch.on(CPU, HostBatch(nothing, slots.numpy(), nothing, nothing, nothing)))
+        write_kv_reference(
+            self.cache, 1, qkv, Batch.on(CPU, HostBatch(nothing, slots.numpy(), nothing, nothing, nothing))
+        )
 
     def of(self, positions: np.ndarray, starts: Any, contexts: list[int], tables: np.ndarray) -> Batch:
         """A batch over these pages."""
@@ -54,8 +56,9 @@ class Pages:
 
     def attend(self, window: int = 0, attend: Any = paged_attention) -> torch.Tensor:
         """What the kernel gives."""
-        out: torch.Tensor = attend(self.q, self.heads, self.cache, 1, self.batch, window)
-        return out.unflatten(1, (self.heads, -1)).double()
+        compiled = attend is paged_attention
+        out = attend(self.q.numpy() if compiled else self.q, self.heads, self.cache, 1, self.batch, window)
+        return torch.as_tensor(out).unflatten(1, (self.heads, -1)).double()
 
     def dense(self, window: int) -> torch.Tensor:
         """Softmax attention by the book."""

@@ -6,54 +6,60 @@ import pytest
 import torch
 
 from chairlift.ops.batch import Batch, HostBatch
-from chairlift.ops.kv_cache import KvCache, write_kv, write_kv_reference
-from chairlift.ops.norm import rms_norm, rms_norm_reference
-from chairlift.ops.rope import rope_, rope_reference
+from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.norm import normalize, rms_norm_reference
+from chairlift.ops.rotate import rope_reference, rotate_and_store
 from chairlift.ops.tile import exp
 
 CPU = torch.device("cpu")
 
 
-def batch(*, positions: torch.Tensor | None = None, slots: torch.Tensor | None = None) -> Batch:
-    none = torch.empty(0, dtype=torch.int64)
-    chosen = (none if positions is None else positions, none if slots is None else slots, none, none, none)
-    return Batch.on(CPU, HostBatch(*(tensor.numpy() for tensor in chosen)))
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_queries_and_keys_are_turned_and_stored_as_the_reference_does_it(
+    tokens: int, norms: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    qkv = torch.randn(tokens, 6 + 3 + 3, 32) * 3
+    angles = torch.randn(100, 16)
+    places = torch.randint(0, 100, (tokens,)), torch.randperm(8 * 16)[:tokens]
+    nothing = np.empty(0, np.int32)
+    batch = Batch.on(CPU, HostBatch(places[0].numpy(), places[1].numpy(), nothing, nothing, nothing))
+    weights = (torch.randn(32), torch.randn(32)) if norms else None
+    results = []
+    for compiled in (True, False):
+        cache, x = KvCache(2, 8, 3, 32, 16, torch.float32, CPU), qkv.clone()
+        given = [x, angles.cos(), angles.sin(), *(weights or ())]
+        laid, cos, sin, *scales = [tensor.numpy() for tensor in given] if compiled else given
+        rotate_and_store(laid, cache, 1, batch, (cos, sin), tuple(scales) or None, 1e-6)
+        results.append((cache, x))
+    (cache, x), (expected_cache, expected) = results
+    assert torch.allclose(x, expected, atol=1e-5)
+    assert torch.equal(x[:, 9:], qkv[:, 9:]), "values are stored as they are"
+    assert torch.allclose(cache.data, expected_cache.data, atol=1e-5)
+    slots = places[1]
+    assert torch.equal(cache.keys(1)[slots // 16, :, :, slots % 16], x[:, 6:9])
+    assert torch.equal(cache.values(1)[slots // 16, :, slots % 16], x[:, 9:])
+    assert not cache.data[0].any(), "another layer's blocks are left alone"
 
 
-@pytest.mark.parametrize("shape", [(1, 576), (64, 576), (5, 4, 32), (3, 7)])
+def test_the_rotation_is_that_of_complex_numbers() -> None:
+    x, angles = torch.randn(11, 6, 32), torch.randn(100, 16)
+    positions = torch.randint(0, 100, (11,))
+    turned = rope_reference(x, positions, angles.cos(), angles.sin())
+    turn = torch.polar(torch.ones(11, 16), angles[positions]).unsqueeze(1)
+    expected = torch.complex(x[..., :16], x[..., 16:]) * turn
+    assert torch.allclose(turned, torch.cat([expected.real, expected.imag], dim=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (64, 576), (3, 7)])
 def test_rms_norm_matches(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape) * 10, torch.randn(shape[-1])
     exact = rms_norm_reference(x.double(), weight.double(), 1e-6)
-    assert (rms_norm(x, weight, 1e-6).double() - exact).abs().max() < 1e-5
-
-
-def test_rms_norm_of_a_view_matches() -> None:
-    x, weight = torch.randn(5, 9, 32), torch.randn(32)
-    assert torch.allclose(rms_norm(x[:, 2:6], weight, 1e-6), rms_norm_reference(x[:, 2:6], weight, 1e-6), atol=1e-6)
-
-
-def test_rope_rotates_the_first_heads_and_leaves_the_rest() -> None:
-    x = torch.randn(11, 6, 32)
-    angles = torch.randn(100, 16)
-    positions = torch.randint(0, 100, (11,))
-    expected = rope_reference(x[:, :4], positions, angles.cos(), angles.sin())
-    untouched = x[:, 4:].clone()
-    rope_(x, 4, batch(positions=positions), angles.cos(), angles.sin())
-    assert torch.allclose(x[:, :4], expected, atol=1e-6)
-    assert torch.equal(x[:, 4:], untouched)
-
-
-def test_kv_writes_land_where_the_reference_puts_them() -> None:
-    keys, values = torch.randn(20, 3, 32), torch.randn(20, 3, 32)
-    slots = torch.randperm(8 * 16)[:20]
-    caches = [KvCache(2, 8, 3, 32, 16, torch.float32, CPU) for _ in range(2)]
-    qkv = torch.cat([torch.randn(20, 6, 32), keys, values], dim=1)
-    write_kv(caches[0], 1, qkv, batch(slots=slots))
-    write_kv_reference(caches[1], 1, qkv, batch(slots=slots))
-    assert torch.equal(caches[0].data, caches[1].data)
-    assert torch.equal(caches[0].keys(1)[slots // 16, :, :, slots % 16], keys)
-    assert torch.equal(caches[0].values(1)[slots // 16, :, slots % 16], values)
-    assert not caches[0].data[0].any()
+    out = torch.zeros(shape)
+    normalize(x.numpy(), weight.numpy(), 1e-6, out.numpy(), 0, shape[0])
+    assert (out.double() - exact).abs().max() < 1e-5
 
 
 def test_copies_read_every_source_before_any_target_is_written() -> None:

@@ -25,7 +25,7 @@ def dry_run(decoder: Decoder, tokens: int, samples: int, block_size: int) -> Non
         tables=np.arange(blocks, dtype=np.int32)[None],
     )
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
-    hidden = decoder.forward(inputs, Batch.on(device, host), cache)
-    logits = decoder.logits(hidden[:samples])
+    wanted = torch.arange(min(samples, tokens), device=device)
+    logits = decoder.logits(decoder.forward(inputs, Batch.on(device, host), cache, wanted))
     keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64, device=device)
     sampling.likeliest(logits.add_(sampling.gumbel(keys, logits.shape[-1])))

@@ -67,13 +67,19 @@ class TorchExecutor:
         for sequence in plan.placed:
             self._sampler.place(sequence)
         inputs, batch = self._rows.gather(plan)
-        hidden = self._decoder.forward(inputs, batch, self._cache)
-        prompt_scores = self._score_prompts(plan.slices, hidden)
+        wanted = torch.tensor(plan.sampled_at, dtype=torch.int64, device=self._device)
+        if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
+            everything = self._decoder.forward(inputs, batch, self._cache, None)
+            prompt_scores = self._score_prompts(plan.slices, everything)
+            hidden = everything[wanted]
+        else:
+            hidden = self._decoder.forward(inputs, batch, self._cache, wanted)
+            prompt_scores = []
         if not plan.samples:
             return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
         rows = np.array([sequence.row for sequence in plan.samples])
         positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
-        logits = self._decoder.logits(hidden[torch.tensor(plan.sampled_at, device=self._device)])
+        logits = self._decoder.logits(hidden)
         scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.params.logprobs is not None]
         raw = logits[scored].clone() if scored else logits  # what the model said, before penalties and temperature
         tokens = self._sampler.sample(logits, rows, positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,9 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
 from chairlift.ops.attention import paged_attention
 from chairlift.ops.batch import Batch
-from chairlift.ops.kv_cache import KvCache, write_kv
+from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.linear import Linear
-from chairlift.ops.norm import rms_norm
-from chairlift.ops.rope import rope_
+from chairlift.ops.rotate import rotate_and_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,7 @@ class Layer:
     """The weights of one layer; q, k and v are one matrix, gate and up another."""
 
     qkv: Linear  # with the norm before attention
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    norms: tuple[torch.Tensor, torch.Tensor] | None  # of each head's query and key
     output: Linear
     gate_up: Linear  # with the norm before the MLP
     down: Linear
@@ -46,28 +45,33 @@ class Decoder:
         self.layers = layers
         self.head = head
         self.device = embedding.device
-        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_length, self.device)
+        self.is_compiled = head.is_compiled
+        self._turns = tuple(map(self._lay, rope_tables(config.rope, config.head_dim, max_length, self.device)))
+        self._norms = [tuple(map(self._lay, layer.norms)) if layer.norms else None for layer in layers]
 
-    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache) -> torch.Tensor:
-        """The last hidden states [tokens, hidden] of a flat batch."""
-        x = F.embedding(tokens, self.embedding)  # the residual stream: layers add to it in place
+    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: torch.Tensor | None) -> torch.Tensor:
+        """The last hidden states [tokens, hidden] of a flat batch, or of the `wanted` ones of its tokens alone."""
+        x = self._lay(F.embedding(tokens, self.embedding))  # the residual stream: layers add to it in place
         for index, layer in enumerate(self.layers):
-            self._attend(x, index, layer, batch, cache)
+            seen = self._attend(x, index, layer, batch, cache)
+            if wanted is not None and index == len(self.layers) - 1:
+                # Of most prompt tokens only the keys and values matter, and the last layer has just stored them.
+                chosen = self._lay(wanted)
+                x, seen = x[chosen], seen[chosen]
+            layer.output(seen, add_to=x)
             layer.down(layer.gate_up(x), add_to=x)
-        return x
+        return torch.from_numpy(x) if self.is_compiled else x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [rows, vocabulary] of some rows' hidden states."""
         return self.head(hidden).float()
 
-    def _attend(self, x: torch.Tensor, index: int, layer: Layer, batch: Batch, cache: KvCache) -> None:
+    def _attend(self, x: Any, index: int, layer: Layer, batch: Batch, cache: KvCache) -> Any:
         config = self.config
-        qkv = layer.qkv(x).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
-        turned = config.heads + config.kv_heads  # values are not rotated
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qkv[:, : config.heads], qkv[:, config.heads : turned]
-            q.copy_(rms_norm(q, layer.q_norm, config.norm_eps))
-            k.copy_(rms_norm(k, layer.k_norm, config.norm_eps))
-        rope_(qkv, turned, batch, self.cos, self.sin)
-        write_kv(cache, index, qkv, batch)
-        layer.output(paged_attention(qkv, config.heads, cache, index, batch, layer.window), add_to=x)
+        qkv = layer.qkv(x).reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
+        rotate_and_store(qkv, cache, index, batch, self._turns, self._norms[index], config.norm_eps)
+        return paged_attention(qkv, config.heads, cache, index, batch, layer.window)
+
+    def _lay(self, tensor: torch.Tensor) -> Any:
+        """A tensor as the ops of this decoder take it."""
+        return tensor.numpy() if self.is_compiled else tensor

@@ -110,8 +110,9 @@ def load_decoder(
                 qkv=matrix(
                     f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj", before=f"{prefix}input_layernorm.weight"
                 ),
-                q_norm=take(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
-                k_norm=take(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
+                norms=(take(f"{prefix}self_attn.q_norm.weight"), take(f"{prefix}self_attn.k_norm.weight"))
+                if config.qk_norm
+                else None,
                 output=matrix(f"{prefix}self_attn.", "o_proj"),
                 gate_up=matrix(
                     f"{prefix}mlp.",

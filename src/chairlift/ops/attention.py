@@ -10,36 +10,36 @@ import torch
 import torch.nn.functional as F
 from numba import njit, prange
 
-from chairlift.ops.batch import Batch
+from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 
 
-def paged_attention(
-    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0
-) -> torch.Tensor:
+def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0) -> Array:
     """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
 
     With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
     be written already. Gives [tokens, heads * dim].
     """
-    if cache.arrays and _fits_tiles(cache):
-        out = torch.empty(qkv.shape[0], heads * cache.dim)
-        host = batch.host
-        _attend(
-            qkv.numpy(),
-            heads,
-            cache.arrays[layer],
-            host.tables,
-            host.starts,
-            host.contexts,
-            cache.block_size,
-            window or 1 << 30,
-            out.numpy(),
-            torch.get_num_threads(),
-        )
-        return out
-    return paged_attention_reference(qkv, heads, cache, layer, batch, window)
+    if isinstance(qkv, torch.Tensor):
+        return paged_attention_reference(qkv, heads, cache, layer, batch, window)
+    if not _fits_tiles(cache):
+        return paged_attention_reference(torch.from_numpy(qkv), heads, cache, layer, batch, window).numpy()
+    out = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
+    host = batch.host
+    _attend(
+        qkv,
+        heads,
+        cache.arrays[layer],
+        host.tables,
+        host.starts,
+        host.contexts,
+        cache.block_size,
+        window or 1 << 30,
+        out,
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def paged_attention_reference(
@@ -91,8 +91,10 @@ def _attend(
     kv_heads = data.shape[2]
     group = heads // kv_heads
     stride = max(1, _QUERY_ROWS // group)  # tokens in one item of work
-    rows = min(stride, starts[-1]) * group
+    rows = max(min(stride, starts[-1]) * group, heads)
     longest = -(-contexts.max() // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    # A decode's heads are one item, for they lie side by side in memory; unless that leaves a thread without work.
+    together = kv_heads if contexts.size >= 4 * threads else 1
     for thread in prange(threads):
         queries = np.empty((rows, dim), np.float32)
         sums = np.empty((rows, dim), np.float32)
@@ -100,15 +102,16 @@ def _attend(
         item = 0
         for piece in range(contexts.size):
             first, last = starts[piece], starts[piece + 1]
+            span = together if last - first == 1 else 1
             for token in range(first, last, stride):
                 count = min(stride, last - token)
                 place = contexts[piece] - (last - token)  # the first query's position
-                for head in range(kv_heads):
+                for head in range(0, kv_heads, span):
                     item += 1
                     if item % threads == thread:
                         _attend_item(
                             q, data, tables, piece, block_size, window, out,
-                            token, count, place, head, group, queries, sums, weights,
+                            token, count, place, head, span, group, queries, sums, weights,
                         )  # fmt: skip
 
 
@@ -125,20 +128,21 @@ def _attend_item(
     count: int,
     place: int,
     head: int,
+    span: int,
     group: int,
     queries: np.ndarray,
     sums: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """`count` tokens from `token` on, all query heads of one KV head: scores, softmax, weighted values."""
+    """`count` tokens from `token` on, all query heads of `span` KV heads: scores, softmax, weighted values."""
     dim = q.shape[2]
-    rows = count * group
+    rows = count * group  # of each KV head; their queries lie one KV head after the other
     scale = numba.float32(1.0 / math.sqrt(dim))
-    for t in range(count):
-        for g in range(group):
-            for i in range(dim):
-                queries[t * group + g, i] = q[token + t, head * group + g, i] * scale
-                sums[t * group + g, i] = 0.0
+    for h in range(span):
+        for t in range(count):
+            for g in range(group):
+                for i in range(dim):
+                    queries[h * rows + t * group + g, i] = q[token + t, (head + h) * group + g, i] * scale
     # Addresses instead of array slices: in these loops the bookkeeping of a slice costs more than its arithmetic.
     head_bytes = data.shape[3] * 4
     block_bytes = 2 * data.shape[2] * head_bytes
@@ -148,30 +152,37 @@ def _attend_item(
     pitch = weights.shape[1]
     begin = max(0, place - window + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
     end = place + count
-    for row in range(rows):
-        for column in range(begin, -(-end // BLOCK_COLUMNS) * BLOCK_COLUMNS):
-            weights[row, column] = 0.0
     block_floats = block_bytes // 4
     for column in range(begin, end, BLOCK_COLUMNS):
         block = tables[piece, column // block_size]
-        b = keys_at + block * block_bytes + column % block_size * 4
         # Pages are scattered, so no hardware foresees where to read next: the tile asks for it as it goes.
-        ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
-        block_tile(rows, queries_at, dim, b, block_size, weights_at + column * 4, pitch, dim, ahead)
-    for t in range(count):
-        position = place + t
-        for g in range(group):
-            _softmax(weights, t * group + g, max(begin, position - window + 1), position + 1, begin, end)
+        if column + BLOCK_COLUMNS < end:
+            ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
+        else:  # the first values
+            ahead = (tables[piece, begin // block_size] - block) * block_floats + block_floats // 2
+        for h in range(span):
+            a, c = queries_at + h * rows * dim * 4, weights_at + (h * rows * pitch + column) * 4
+            b = keys_at + block * block_bytes + h * head_bytes + column % block_size * 4
+            block_tile(rows, a, dim, b, block_size, c, pitch, dim, 0, ahead)
+    for h in range(span):
+        for t in range(count):
+            position = place + t
+            for g in range(group):
+                row = h * rows + t * group + g
+                _softmax(weights, row, max(begin, position - window + 1), position + 1, begin, end)
     for column in range(begin, end, BLOCK_COLUMNS):
         block = tables[piece, column // block_size]
         ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
-        for i in range(0, dim, BLOCK_COLUMNS):
-            b = values_at + block * block_bytes + (column % block_size * dim + i) * 4
-            block_tile(rows, weights_at + column * 4, pitch, b, dim, sums_at + i * 4, dim, BLOCK_COLUMNS, ahead)
-    for t in range(count):
-        for g in range(group):
-            for i in range(dim):
-                out[token + t, (head * group + g) * dim + i] = sums[t * group + g, i]
+        for h in range(span):
+            a, c = weights_at + (h * rows * pitch + column) * 4, sums_at + h * rows * dim * 4
+            b = values_at + block * block_bytes + h * head_bytes + column % block_size * dim * 4
+            for i in range(0, dim * 4, BLOCK_COLUMNS * 4):
+                block_tile(rows, a, pitch, b + i, dim, c + i, dim, BLOCK_COLUMNS, column - begin, ahead)
+    for h in range(span):
+        for t in range(count):
+            for g in range(group):
+                for i in range(dim):
+                    out[token + t, ((head + h) * group + g) * dim + i] = sums[h * rows + t * group + g, i]
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

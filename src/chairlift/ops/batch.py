@@ -8,6 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+# What ops take and give: a torch tensor, or a NumPy array where compiled CPU kernels run. A layer makes six calls, and
+# to turn tensors into arrays and back in each would cost more than the calls do.
+Array = torch.Tensor | np.ndarray
+
 
 class HostBatch(NamedTuple):
     """The batch in main memory."""

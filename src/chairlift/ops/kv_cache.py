@@ -57,36 +57,29 @@ class KvCache:
         self.data[:, targets] = self.data[:, sources]
 
 
-def write_kv(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
-    """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
-    if cache.arrays:
-        _write(cache.arrays[layer], qkv.numpy(), batch.host.slots, cache.block_size)
-    else:
-        write_kv_reference(cache, layer, qkv, batch)
-
-
 def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
-    """The same in plain torch."""
+    """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
     keys, values = qkv[:, -2 * cache.kv_heads :].chunk(2, dim=1)
     block, offset = batch.slots // cache.block_size, batch.slots % cache.block_size
     cache.keys(layer)[block, :, :, offset] = keys
     cache.values(layer)[block, :, offset] = values
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
-def _write(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int) -> None:
-    tokens, dim, heads = qkv.shape[0], qkv.shape[2], data.shape[2]
-    first = qkv.shape[1] - 2 * heads
+@njit(nogil=True, error_model="numpy")
+def put(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int, first: int, last: int) -> None:
+    """The same for the tokens first..last and one layer's blocks, compiled; for calls from other kernels."""
+    dim, heads = qkv.shape[2], data.shape[2]
+    queries = qkv.shape[1] - 2 * heads
     at, pitch = data.ctypes.data, 2 * heads * dim * block_size * 4
-    for token in range(tokens):
+    for token in range(first, last):
         # A key is scattered over as many cache lines as it has elements: have the next token's on their way.
-        if token + 1 < tokens and slots[token + 1] != slots[token] + 1:
+        if token + 1 < last and slots[token + 1] != slots[token] + 1:
             begin = at + slots[token + 1] // block_size * pitch
             for line in range(begin, begin + pitch // 2, _LINE):
                 prefetch(line)
         block, offset = slots[token] // block_size, slots[token] % block_size
         for head in range(heads):
             for i in range(dim):
-                data[block, 0, head, i * block_size + offset] = qkv[token, first + head, i]
+                data[block, 0, head, i * block_size + offset] = qkv[token, queries + head, i]
             for i in range(dim):
-                data[block, 1, head, offset * dim + i] = qkv[token, first + heads + head, i]
+                data[block, 1, head, offset * dim + i] = qkv[token, queries + heads + head, i]

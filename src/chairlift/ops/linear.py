@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numba
 import numpy as np
@@ -52,17 +53,30 @@ class Linear:
         else:
             self.weight = weight
 
-    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        """The layer's output; with `add_to`, that tensor with the output added in place."""
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it runs as a compiled kernel, on arrays."""
+        return self._packed is not None
+
+    @overload
+    def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray: ...
+
+    @overload
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def __call__(self, x: Any, add_to: Any = None) -> Any:
+        """The layer's output; with `add_to`, that one with the output added in place."""
+        if isinstance(x, torch.Tensor) and self.is_compiled:
+            return torch.from_numpy(self(x.numpy(), None if add_to is None else add_to.numpy()))
+        if isinstance(x, np.ndarray) and not self.is_compiled:
+            return self(torch.from_numpy(x), None if add_to is None else torch.from_numpy(add_to)).numpy()
         if self._packed is None:
             assert self.weight is not None
             return linear_reference(x, self.weight, self.bias, self.norm, self.gated, add_to)
-        out = torch.empty(x.shape[0], self.width) if add_to is None else add_to
+        out = np.empty((x.shape[0], self.width), np.float32) if add_to is None else add_to
         mode = _GATED if self.gated else _PLAIN if add_to is None else _ADD
-        given = x.numpy()
-        source = np.empty(given.shape, np.float32) if self.norm else given
-        threads = torch.get_num_threads()
-        _linear(given, self._scale, self._eps, source, self._packed, self._bias, out.numpy(), mode, threads)
+        source = np.empty(x.shape, np.float32) if self.norm else x
+        _linear(x, self._scale, self._eps, source, self._packed, self._bias, out, mode, torch.get_num_threads())
         return out
 
 
@@ -122,7 +136,8 @@ def _linear(
     span = step * PANEL
     # What is read by address must be an argument: Numba frees a local array after the last mention of its name.
     if scale.size:
-        normalize(x, scale, eps, source)
+        for thread in prange(threads):
+            normalize(x, scale, eps, source, tokens * thread // threads, tokens * (thread + 1) // threads)
     x_at, packed_at = source.ctypes.data, packed.ctypes.data
     for thread in prange(threads):
         # Every panel is computed into this buffer and stored from there: that is where the bias, the residual, the gate
@@ -131,12 +146,16 @@ def _linear(
         tile_at = tile.ctypes.data
         for row in range(0, tokens, _ROW_BLOCK):
             rows = min(_ROW_BLOCK, tokens - row)
-            for group in range(groups * thread // threads, groups * (thread + 1) // threads):
-                tile[:] = 0.0
+            # Shares are even in tiles, not in panels: two threads have 4.5 panels each of 9, cut between two rows.
+            tiles = -(-rows // ROWS)
+            first, last = groups * tiles * thread // threads, groups * tiles * (thread + 1) // threads
+            for group in range(first // tiles, -(-last // tiles)):
+                top = row + rows * max(first - group * tiles, 0) // tiles
+                count = row + rows * min(last - group * tiles, tiles) // tiles - top
                 for half in range(step):
                     panel_at = packed_at + (group * step + half) * depth * PANEL * 4
-                    _multiply(x_at + row * depth * 4, rows, depth, panel_at, tile_at + half * PANEL * 4, span)
-                _store(tile, rows, bias, out, mode, row, group * PANEL, min(group * PANEL + PANEL, width))
+                    _multiply(x_at + top * depth * 4, count, depth, panel_at, tile_at + half * PANEL * 4, span)
+                _store(tile, count, bias, out, mode, top, group * PANEL, min(group * PANEL + PANEL, width))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -156,7 +175,7 @@ def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, s
             # Even shares instead of full tiles and a rest: a tile of one row takes almost as long as one of four.
             row, end = tokens * block // blocks, tokens * (block + 1) // blocks
             x_row, tile_row = x_at + (row * depth + k) * 4, tile_at + row * span * 4
-            panel_tile(end - row, x_row, depth, here, tile_row, span, count)
+            panel_tile(end - row, x_row, depth, here, tile_row, span, count, k)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -1,4 +1,4 @@
-"""The one micro-kernel of the CPU: C[rows, columns] += A[rows, K] @ B[K, columns], held in vector registers.
+"""The one micro-kernel of the CPU: C[rows, columns] = A[rows, K] @ B[K, columns] or +=, held in vector registers.
 
 Linear layers, attention scores and attention outputs are all loops around this tile. It is written as LLVM vector code
 through Numba, so the same source becomes NEON, AVX2 or AVX512. Each element of C is one chain of fused multiply-adds in
@@ -65,6 +65,21 @@ class _Emitter:
         value.align = 4
         return value
 
+    def start(self, c: Any, places: list[Any], adds: Any) -> list[Any]:
+        """The sums to begin with: what stands in C if `adds`, else zero."""
+        builder, before = self.builder, self.builder.block
+        zero = ir.Constant(self.vector, None)
+        sums = []
+        with builder.if_then(builder.icmp_signed("!=", adds, _i64(0))):
+            found = [self.load(c, place, self.vector) for place in places]
+            inside = builder.block
+        for value in found:
+            phi = builder.phi(self.vector)
+            phi.add_incoming(zero, before)
+            phi.add_incoming(value, inside)
+            sums.append(phi)
+        return sums
+
     def splat(self, value: Any, lane: int) -> Any:
         mask = ir.Constant(ir.VectorType(_i32, self.width), [lane] * self.width)
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
@@ -121,9 +136,9 @@ def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, 
     """The tile of `rows` x `vectors * width` as a function of addresses and leading dimensions, callable from Numba."""
 
     @intrinsic
-    def tile(_context: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, ahead: Any) -> Any:
+    def tile(_context: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, adds: Any, ahead: Any) -> Any:
         def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            a, lda, b, ldb, c, ldc, end, ahead = args
+            a, lda, b, ldb, c, ldc, end, adds, ahead = args
             if ldb_fixed is not None:
                 ldb = _i64(ldb_fixed)
             if not fetches:
@@ -133,7 +148,7 @@ def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, 
             places = [
                 builder.add(builder.mul(ldc, _i64(row)), _i64(v * width)) for row in range(rows) for v in range(vectors)
             ]
-            sums = [emitter.load(c, place, emitter.vector) for place in places]
+            sums = emitter.start(c, places, adds)
 
             def body(k: Any, sums: list[Any], count: int) -> list[Any]:
                 return emitter.fused(a, lda, b, ldb, ahead, k, sums, count)
@@ -147,7 +162,7 @@ def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, 
                 builder.store(value, at).align = 4
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), emit
+        return types.void(*[types.int64] * 9), emit
 
     return tile
 
@@ -160,40 +175,40 @@ _b1, _b2, _b3, _b4 = (
 
 
 @njit(nogil=True)
-def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int) -> None:
-    """C += A @ B for up to ROWS rows and one packed panel of a weight; addresses in bytes, dimensions in floats."""
+def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, adds: int) -> None:
+    """C = A @ B, or += if it adds, up to ROWS rows by one packed panel; addresses in bytes, dimensions in floats."""
     if rows == 6:
-        _p6(a, lda, b, PANEL, c, ldc, k, 0)
+        _p6(a, lda, b, PANEL, c, ldc, k, adds, 0)
     elif rows == 5:
-        _p5(a, lda, b, PANEL, c, ldc, k, 0)
+        _p5(a, lda, b, PANEL, c, ldc, k, adds, 0)
     elif rows == 4:
-        _p4(a, lda, b, PANEL, c, ldc, k, 0)
+        _p4(a, lda, b, PANEL, c, ldc, k, adds, 0)
     elif rows == 3:
-        _p3(a, lda, b, PANEL, c, ldc, k, 0)
+        _p3(a, lda, b, PANEL, c, ldc, k, adds, 0)
     elif rows == 2:
-        _p2(a, lda, b, PANEL, c, ldc, k, 0)
+        _p2(a, lda, b, PANEL, c, ldc, k, adds, 0)
     else:
-        _p1(a, lda, b, PANEL, c, ldc, k, 0)
+        _p1(a, lda, b, PANEL, c, ldc, k, adds, 0)
 
 
 @njit(nogil=True)
-def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, ahead: int) -> None:
-    """C += A @ B for any number of rows and 16 columns; addresses in bytes, dimensions in floats.
+def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, adds: int, ahead: int) -> None:
+    """C = A @ B, or += if it adds, for any number of rows and 16 columns; addresses in bytes, dimensions in floats.
 
     While it reads B, it has what lies `ahead` floats further fetched: the block that comes next.
     """
     row = 0
     while row + 4 <= rows:
-        _b4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, ahead)
+        _b4(a + row * lda * 4, lda, b, ldb, c + row * ldc * 4, ldc, k, adds, ahead)
         row += 4
     a += row * lda * 4
     c += row * ldc * 4
     if rows - row == 3:
-        _b3(a, lda, b, ldb, c, ldc, k, ahead)
+        _b3(a, lda, b, ldb, c, ldc, k, adds, ahead)
     elif rows - row == 2:
-        _b2(a, lda, b, ldb, c, ldc, k, ahead)
+        _b2(a, lda, b, ldb, c, ldc, k, adds, ahead)
     elif rows - row == 1:
-        _b1(a, lda, b, ldb, c, ldc, k, ahead)
+        _b1(a, lda, b, ldb, c, ldc, k, adds, ahead)
 
 
 @intrinsic

@@ -1,0 +1,111 @@
+"""What happens to queries, keys and values between their projection and attention: norm, rotary position, cache.
+
+The rotary embedding turns each pair (i, i + half) of a head by an angle that grows with the position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from chairlift.ops.batch import Array, Batch
+from chairlift.ops.kv_cache import KvCache, put, write_kv_reference
+from chairlift.ops.norm import normalize, rms_norm_reference
+
+_NOTHING = np.empty(0, np.float32)
+
+
+def rotate_and_store(
+    qkv: Array,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    turns: tuple[Array, Array],
+    norms: tuple[Array, Array] | None,
+    eps: float,
+) -> None:
+    """Of qkv [tokens, heads, dim]: norm and rotate queries and keys in place, then write keys and values to the cache.
+
+    `turns` are cosines and sines [positions, dim / 2]; `norms` the weights for queries and for keys, where a family has
+    them.
+    """
+    if isinstance(qkv, torch.Tensor):
+        rotate_and_store_reference(qkv, cache, layer, batch, turns, norms, eps)
+        return
+    (cos, sin), (q_norm, k_norm), host = turns, norms or (_NOTHING, _NOTHING), batch.host
+    _rotate_and_store(
+        qkv,
+        cache.arrays[layer],
+        cache.block_size,
+        host.positions,
+        host.slots,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        eps,
+        torch.get_num_threads(),
+    )
+
+
+def rotate_and_store_reference(
+    qkv: torch.Tensor,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    turns: tuple[Any, Any],
+    norms: tuple[Any, Any] | None,
+    eps: float,
+) -> None:
+    """The same in plain torch."""
+    q, k, _ = qkv.split([qkv.shape[1] - 2 * cache.kv_heads, cache.kv_heads, cache.kv_heads], dim=1)
+    for heads, weight in zip((q, k), norms or (None, None), strict=True):
+        normed = heads if weight is None else rms_norm_reference(heads, weight, eps)
+        heads.copy_(rope_reference(normed, batch.positions, *turns))
+    write_kv_reference(cache, layer, qkv, batch)
+
+
+def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotation of x [tokens, heads, dim] alone, as a new tensor."""
+    c, s = cos[positions].unsqueeze(1).to(x.dtype), sin[positions].unsqueeze(1).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
+def _rotate_and_store(
+    qkv: np.ndarray,
+    data: np.ndarray,
+    block_size: int,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    q_norm: np.ndarray,
+    k_norm: np.ndarray,
+    eps: float,
+    threads: int,
+) -> None:
+    tokens, kv_heads = qkv.shape[0], data.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    for thread in prange(threads):
+        first, last = tokens * thread // threads, tokens * (thread + 1) // threads
+        for token in range(first, last):
+            if q_norm.size:
+                normalize(qkv[token], q_norm, eps, qkv[token], 0, heads)
+                normalize(qkv[token], k_norm, eps, qkv[token], heads, heads + kv_heads)
+            _rotate(qkv[token], heads + kv_heads, cos[positions[token]], sin[positions[token]])
+        put(data, qkv, slots, block_size, first, last)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _rotate(x: np.ndarray, heads: int, c: np.ndarray, s: np.ndarray) -> None:
+    half = x.shape[1] // 2
+    for head in range(heads):
+        for i in range(half):
+            first, second = x[head, i], x[head, half + i]
+            x[head, i] = first * c[i] - second * s[i]
+            x[head, half + i] = second * c[i] + first * s[i]
