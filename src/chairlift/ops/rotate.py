@@ -61,7 +61,8 @@ def rotate_and_store_reference(
     eps: float,
 ) -> None:
     """The same in plain torch."""
-    q, k, _ = qkv.split([qkv.shape[1] - 2 * cache.kv_heads, cache.kv_heads, cache.kv_heads], dim=1)
+    keys = slice(qkv.shape[1] - 2 * cache.kv_heads, qkv.shape[1] - cache.kv_heads)
+    q, k = qkv[:, : keys.start], qkv[:, keys]
     for heads, weight in zip((q, k), norms or (None, None), strict=True):
         normed = heads if weight is None else rms_norm_reference(heads, weight, eps)
         heads.copy_(rope_reference(normed, batch.positions, *turns))
