@@ -36,6 +36,10 @@ WIDTH = _vector_width()
 # (docs/performance.md). NEON has 32 registers but takes its factors four steps at a time, AVX2 has 16, AVX512 32.
 ROWS, _VECTORS = {4: (6, 3), 8: (6, 2), 16: (6, 4)}[WIDTH]
 PANEL = _VECTORS * WIDTH  # columns of a packed weight that lie together
+# A weight that few rows pass over is read from memory as it is used, and no hardware foresees enough of it: tiles of so
+# many rows ask for what comes that many steps of K later. Larger ones have the time to wait, or nothing to wait for.
+_FETCH_ROWS, _FETCH_STEPS = {4: (4, 8), 8: (6, 32), 16: (6, 32)}[WIDTH]
+_LINE = 16  # floats in a cache line
 BLOCK_COLUMNS = 16  # the attention tile is as wide as a KV block
 _HAS_LANE_FMA = platform.machine().lower() in ("aarch64", "arm64")
 
@@ -93,7 +97,8 @@ class _Emitter:
         for step in range(count):
             at = builder.mul(builder.add(k, _i64(step)), ldb)
             if ahead is not None:
-                _emit_fetch(builder, builder.gep(b, [builder.add(at, ahead)]))
+                for line in range(0, self.vectors * self.width, _LINE):
+                    _emit_fetch(builder, builder.gep(b, [builder.add(at, builder.add(ahead, _i64(line)))]))
             columns = [self.load(b, builder.add(at, _i64(v * self.width)), self.vector) for v in range(self.vectors)]
             for row in range(self.rows):
                 if count > 1:
@@ -167,7 +172,10 @@ def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, 
     return tile
 
 
-_p1, _p2, _p3, _p4, _p5, _p6 = (_tile(rows, _VECTORS, WIDTH, ldb_fixed=PANEL) for rows in range(1, ROWS + 1))
+_p1, _p2, _p3, _p4, _p5, _p6 = (
+    _tile(rows, _VECTORS, WIDTH, ldb_fixed=PANEL, fetches=rows <= _FETCH_ROWS) for rows in range(1, ROWS + 1)
+)
+_FETCH = _FETCH_STEPS * PANEL
 _ATTENTION_WIDTH = min(WIDTH, BLOCK_COLUMNS)
 _b1, _b2, _b3, _b4 = (
     _tile(rows, BLOCK_COLUMNS // _ATTENTION_WIDTH, _ATTENTION_WIDTH, fetches=True) for rows in range(1, 5)
@@ -178,17 +186,17 @@ _b1, _b2, _b3, _b4 = (
 def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, adds: int) -> None:
     """C = A @ B, or += if it adds, up to ROWS rows by one packed panel; addresses in bytes, dimensions in floats."""
     if rows == 6:
-        _p6(a, lda, b, PANEL, c, ldc, k, adds, 0)
+        _p6(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
     elif rows == 5:
-        _p5(a, lda, b, PANEL, c, ldc, k, adds, 0)
+        _p5(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
     elif rows == 4:
-        _p4(a, lda, b, PANEL, c, ldc, k, adds, 0)
+        _p4(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
     elif rows == 3:
-        _p3(a, lda, b, PANEL, c, ldc, k, adds, 0)
+        _p3(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
     elif rows == 2:
-        _p2(a, lda, b, PANEL, c, ldc, k, adds, 0)
+        _p2(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
     else:
-        _p1(a, lda, b, PANEL, c, ldc, k, adds, 0)
+        _p1(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
 
 
 @njit(nogil=True)
