@@ -1,0 +1,143 @@
+"""What crosses between an HTTP process and the engine's: numbers, typed and bounded; text never does.
+
+Each is a msgspec struct, written as a MessagePack array behind a tag. A message that does not fit its type is a bug or an
+attack, and is dropped with a word in the log: it never reaches the scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_MESSAGE = 64 << 20  # bytes
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Alternatives = Annotated[int, Meta(ge=0, le=64)]
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A request: a prompt in token ids, and SamplingParams without its words."""
+
+    key: Key  # the sender's own number for it
+    prompt: Annotated[list[Token], Meta(max_length=1 << 22)]
+    arrival: float
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    max_tokens: Annotated[int, Meta(ge=1)] | None
+    min_tokens: Annotated[int, Meta(ge=0)]
+    n: Annotated[int, Meta(ge=1, le=1 << 12)]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Annotated[dict[Token, float], Meta(max_length=1 << 16)]
+    allowed_token_ids: Annotated[list[Token], Meta(max_length=1 << 20)] | None
+    stop_ids: Annotated[list[Token], Meta(max_length=1 << 12)]  # the model's own end among them, unless it is ignored
+    bad_words: Annotated[list[list[Token]], Meta(max_length=1 << 12)]
+    logprobs: Alternatives | None
+    prompt_logprobs: Alternatives | None
+    priority: int
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The client has left, or its time is over."""
+
+    key: Key
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """One answer's text has met a stop string."""
+
+    key: Key
+    index: Index
+
+
+Order = Submit | Abort | Stop
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log-probability, its rank, and the likeliest alternatives."""
+
+    token: Token
+    logprob: float
+    rank: int
+    top: list[tuple[Token, float]]
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a prompt's tokens from `start` on."""
+
+    start: int
+    entries: list[Scored]
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What happened to one answer in one step."""
+
+    key: Key
+    index: Index
+    token: Token | None = None
+    finish_reason: str | None = None
+    started: float | None = None  # when it took its seat in the batch; with the first token only
+    logprobs: Scored | None = None
+    prompt_logprobs: PromptScores | None = None
+    error: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """How the engine stands after a step, and how its requests have fared since it started."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    submitted: int
+    finished: int
+    aborted: int
+    rejected: int
+    failed: int
+    preemptions: int
+    step_seconds: float = 0.0  # of the step just done; 0 when there was none
+    step_tokens: int = 0
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The engine is up, and this is what it serves."""
+
+    model: str
+    device: str
+    dtype: str
+    max_sequences: int
+    step_tokens: int
+    max_length: int
+    vocab_size: int
+    block_size: int
+    kv_tokens: int
+    capacity: str  # the same in words
+    eos_ids: list[Token]
+    slow_step: float  # seconds that its largest step may take before it counts as stuck
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """One step's news for one HTTP process."""
+
+    news: list[News]
+    stats: Stats | None = None
+
+
+class Broken(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """The engine cannot start, and why, in one line for the user."""
+
+    message: str
+
+
+Report = Hello | Batch | Broken
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
