@@ -1,4 +1,4 @@
-"""The command line: `chairlift run`, `chat`, `pull`, `batch` and `bench`."""
+"""The command line: `chairlift serve`, `run`, `chat`, `pull`, `batch` and `bench`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from chairlift.commands.batch import batch
 from chairlift.commands.chat import chat
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
+from chairlift.commands.serve import serve
 from chairlift.core.errors import ChairliftError
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command()(serve)
 app.command()(run)
 app.command()(chat)
 app.command()(batch)

@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from chairlift.core.errors import ModelError, RequestError
+from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.execution.build import Built, build
-from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint
 from chairlift.models.sources import DEFAULT_MODEL
 from chairlift.outputs import Chunk, RequestOutput
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.track import Track
+from chairlift.vocabulary import read_tokenizer, spell_bad_words
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -267,23 +267,3 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]  # type: ignore[list-item]  # the ids of one prompt
     return listed  # type: ignore[return-value]
-
-
-def read_tokenizer(checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, str]:
-    """The checkpoint's own tokenizer, or why there is none: token ids in and out work without."""
-    if checkpoint is None:
-        return None, "random weights have no tokenizer"
-    try:
-        if isinstance(checkpoint, GgufCheckpoint):
-            return Tokenizer.from_gguf(checkpoint.metadata), ""
-        return Tokenizer.from_folder(checkpoint.path), ""
-    except ModelError as error:
-        return None, str(error)
-
-
-def spell_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Bad words in token ids, at the start of a text and after a space."""
-    if tokenizer is None:
-        return ()
-    spelled = (tokenizer.encode(lead + word, add_special_tokens=False) for word in words for lead in ("", " "))
-    return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))

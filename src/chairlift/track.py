@@ -42,7 +42,7 @@ class Track:
             self.output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
         reader = self._readers[event.sequence.index]
         was_open = reader.answer.finish_reason is None
-        new = reader.read(event)
+        new = reader.read(event.token, event.finish_reason, event.logprobs, event.error)
         metrics = self.output.metrics
         if event.token is not None:
             if metrics.first_token is None:

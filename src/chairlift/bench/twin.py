@@ -12,11 +12,11 @@ import torch
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.execution.build import choose_device, config_alone
-from chairlift.llm import read_tokenizer
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from chairlift.models.config import ModelConfig, read_config
 from chairlift.models.loader import RandomTensors, TensorSource, tensor_shapes
 from chairlift.models.sources import resolve
+from chairlift.vocabulary import read_tokenizer
 
 _SHARD_BYTES = 2 << 30
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
+
+if TYPE_CHECKING:
+    from chairlift.bench.serve import Progress
 
 app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
@@ -95,6 +100,124 @@ def scheduler() -> None:
             f"{row.running:,}", f"{row.waiting:,}", f"{row.plan_us:,.1f}", f"{row.apply_us:,.1f}", f"{row.step_us:,.1f}"
         )
     show(shown)
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.", show_default=False)] = None,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="Prompts as token ids, or as chats of about that length.")
+    ] = "completions",
+    workload: Annotated[
+        str, typer.Option(help="uniform, lognormal, uniform256, uniform512, single, prefill8k, cpu64, or a JSONL file.")
+    ] = "uniform",
+    requests: Annotated[
+        int | None, typer.Option(help="At most so many (default: all there are; 64 of uniform and lognormal).", min=1)
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
+    ] = "16..256",
+    output_tokens: Annotated[str, typer.Option(help="Answer lengths, in the same way.")] = "16..256",
+    workload_seed: Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and moments.")] = 0,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Keep token ids below this, for a model with a small vocabulary.", min=1)
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second; inf is all at once (default: inf, or a recording's own rate)."),
+    ] = None,
+    arrivals: Annotated[
+        str,
+        typer.Option(
+            help="poisson, constant, burst, or a recording (JSONL or CSV: timestamp in seconds, prompt_tokens and "
+            "output_tokens, or as Mooncake, Azure or BurstGPT name them), which gives the lengths too."
+        ),
+    ] = "poisson",
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="Of burst's gamma gaps: 1 is Poisson, less comes in clumps (default: 0.25)."),
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Send only in the first so many seconds.", min=0)] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(help="Hold requests back while so many are under way; the wait counts in their times.", min=1),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Count answers within ttft:MS, tpot:MS or e2e:MS; repeatable, all must hold."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one answer; then it has failed.", min=0.001)] = 600.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything, each request's times too, to this file.")
+    ] = None,
+) -> None:
+    """Requests to any OpenAI-compatible server, each at its planned moment, answered or not: how long answers take.
+
+    Every time is measured from the moment a request was planned to leave.
+    """
+    import asyncio
+
+    from chairlift.bench import serve, serve_report
+    from chairlift.bench.arrivals import Demand
+    from chairlift.bench.workloads import Lengths
+
+    targets = serve_report.read_targets(goodput or [])
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
+    lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
+    demand = Demand(
+        workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration, vocab_size=vocab_size
+    )
+    plan = serve.Plan(
+        url,
+        demand.queries(),
+        model,
+        api_key,
+        endpoint,
+        temperature,
+        max_concurrency,
+        timeout,
+        vocab_size=vocab_size,
+        seed=workload_seed,
+    )
+    if not plan.queries:
+        raise ChairliftError(f"no request leaves within {duration:g} s: give a longer --duration")
+    run = serve.Run(plan)
+    was_interrupted = False
+    try:
+        with progress_bar(len(plan.queries)) as tell:
+            asyncio.run(run.go(tell))
+    except KeyboardInterrupt:
+        if not run.records:
+            raise
+        was_interrupted = True
+    summary = serve_report.summarize(run.outcome(), targets)
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary) + "\n")
+    show(serve_report.tables(summary))
+    if was_interrupted:
+        raise typer.Exit(130)
+    if not summary["requests"]["ok"]:
+        raise ChairliftError("no request was answered: the reasons are above")
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[Progress], None]]:
+    """What shows how far a run is, on stderr where someone watches."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    with Bar(*columns, console=notes, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total, speed="")
+
+        def tell(found: Progress) -> None:
+            bar.update(task, completed=found.done, speed=f"{found.tokens / max(found.seconds, 1e-9):,.0f} tok/s")
+
+        yield tell
 
 
 def show(table: Any) -> None:

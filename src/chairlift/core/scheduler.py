@@ -42,6 +42,35 @@ class Limits:
                 "each running sequence needs one token a step; raise the first or lower the second"
             )
 
+    def check(self, request: Request) -> None:
+        """Refuse what could never run, with a RequestError."""
+        prompt, params = request.prompt, request.params
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(prompt) >= self.max_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.max_length}, which leaves no room "
+                "for an answer: shorten the prompt or raise max_length"
+            )
+        if params.n > self.max_sequences:
+            raise RequestError(
+                f"n is {params.n} and the batch holds {self.max_sequences} sequences: lower n or raise max_sequences"
+            )
+        named = {
+            "the prompt": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in request.bad_words for token in word],
+        }
+        for name, tokens in named.items():
+            for token in (min(tokens), max(tokens)) if tokens else ():
+                if not 0 <= token < self.vocab_size:
+                    raise RequestError(
+                        f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
+                        "use its own tokenizer"
+                    )
+
 
 @dataclass(slots=True)
 class Counters:
@@ -96,7 +125,9 @@ class Scheduler:
         order = self.counters.submitted
         self.counters.submitted += 1
         try:
-            self._validate(request)
+            if request.id in self._live:
+                raise RequestError(f"request id {request.id!r} is in use: choose another or wait until it has ended")
+            self.limits.check(request)
         except RequestError:
             self.counters.rejected += 1
             raise
@@ -120,6 +151,14 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._live)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._live
+
+    def find(self, request_id: str, index: int) -> Sequence | None:
+        """One of a request's sequences that have not ended."""
+        return next((each for each in self._live.get(request_id, ()) if each.index == index), None)
 
     # ---- one step
 
@@ -335,33 +374,3 @@ class Scheduler:
         self.waiting.push(sequence)
 
     # ---- refusing
-
-    def _validate(self, request: Request) -> None:
-        limits, prompt, params = self.limits, request.prompt, request.params
-        if request.id in self._live:
-            raise RequestError(f"request id {request.id!r} is in use: choose another or wait until it has ended")
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(prompt) >= limits.max_length:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the context holds {limits.max_length}, which leaves no room "
-                "for an answer: shorten the prompt or raise max_length"
-            )
-        if params.n > limits.max_sequences:
-            raise RequestError(
-                f"n is {params.n} and the batch holds {limits.max_sequences} sequences: lower n or raise max_sequences"
-            )
-        named = {
-            "the prompt": prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_words": [token for word in request.bad_words for token in word],
-        }
-        for name, tokens in named.items():
-            for token in (min(tokens), max(tokens)) if tokens else ():
-                if not 0 <= token < limits.vocab_size:
-                    raise RequestError(
-                        f"{name} holds token id {token}, but the model's ids go from 0 to {limits.vocab_size - 1}: "
-                        "use its own tokenizer"
-                    )

@@ -44,6 +44,7 @@ class Engine:
         self.clock = clock
         self._executor = executor
         self._overlap = overlap
+        self.last_tokens = 0  # of the step planned last
         self._in_flight: tuple[StepPlan, Any] | None = None
 
     @property
@@ -63,9 +64,15 @@ class Engine:
         """End one sequence whose text met a stop string."""
         return self.scheduler.stop(sequence)
 
+    def stop_answer(self, request_id: str, index: int) -> list[Event]:
+        """The same by name; one that has ended already is no error."""
+        sequence = self.scheduler.find(request_id, index)
+        return [] if sequence is None else self.scheduler.stop(sequence)
+
     def step(self) -> list[Event]:
         """Plan and run one forward pass, and return the news of the pass that came back."""
         plan = self.scheduler.plan(self.clock.now())
+        self.last_tokens = plan.tokens
         if not self._overlap:
             if not plan:
                 return []

@@ -34,6 +34,7 @@ from chairlift.models.sources import resolve
 from chairlift.ops.kv_cache import KvCache
 
 console = Console(stderr=True)
+_TRIED = 16  # tokens of the step that is timed
 
 
 class WallClock:
@@ -53,6 +54,8 @@ class Built:
     limits: Limits
     capacity: Capacity
     checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
+    device: torch.device
+    slowest_step: float  # seconds that the largest step may take, a rough guess; 0: not known
 
 
 def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
@@ -81,12 +84,16 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
         prefill=PREFILL_MODES[scheduling.prefill](),
         preemption=PREEMPTIONS[scheduling.preemption](),
     )
+    slowest = 0.0
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
             dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size)
+        start = time.monotonic()
+        dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size)
+        slowest = (time.monotonic() - start) * limits.step_tokens / _TRIED
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     engine = Engine(scheduler, TorchExecutor(decoder, cache, limits), WallClock(), overlap=overlap)
-    return Built(engine, config, limits, capacity, checkpoint)
+    return Built(engine, config, limits, capacity, checkpoint, device, slowest)
 
 
 def choose_device(name: str) -> torch.device:

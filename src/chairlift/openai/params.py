@@ -1,12 +1,15 @@
 """From a request's body to SamplingParams: OpenAI's fields, and those that users of vLLM know.
 
-A field we do not know, or cannot do, is refused: an answer that silently ignored it would be a wrong one.
+A field we cannot do is refused: an answer that silently ignored it would be a wrong one. One we do not even know is
+refused in a batch file, where it is most likely a slip; a server sets it aside and says so, since clients send all kinds
+of things.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from chairlift.core.errors import RequestError
@@ -35,11 +38,13 @@ _FIELDS: dict[str, str] = {
     "stop_token_ids": "a list of whole numbers",
     "allowed_token_ids": "a list of whole numbers",
     "bad_words": "a list of strings",
+    "prompt_logprobs": "a whole number",
 }
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "a number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
     "true or false": lambda value: isinstance(value, bool),
+    "a string": lambda value: isinstance(value, str),
     "an object": lambda value: isinstance(value, dict),
     "a list of strings": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
     "a list of whole numbers": lambda value: (
@@ -53,7 +58,9 @@ _READ = frozenset({*_FIELDS, "model", "max_tokens", "max_completion_tokens", "lo
 _CHAT = frozenset(
     {"messages", "top_logprobs", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 )
-_COMPLETION = frozenset({"prompt"})
+_COMPLETION = frozenset({"prompt", "echo"})
+# What a server reads beside the sampling (openai/options.py).
+_SERVED = frozenset({"timeout", "priority", "cache_salt", "request_id", "return_token_ids"})
 # They change nothing in the answer, or only how it is sent, which is its sender's affair.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options"}
@@ -61,7 +68,6 @@ _IGNORED = frozenset(
 # What we cannot do yet is fine as long as it asks for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -73,15 +79,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+def set_aside_unknown(body: Body, *, chat: bool) -> tuple[dict[str, Any], list[str]]:
+    """The body without the fields that nobody here knows, and those fields' names."""
+    known = _READ | _SERVED | _IGNORED | _NEUTRAL.keys() | (_CHAT if chat else _COMPLETION)
+    return {name: value for name, value in body.items() if name in known}, sorted(body.keys() - known)
+
+
 def read_chat_params(body: Body) -> SamplingParams:
     """How a chat completion is sampled; without max_tokens it goes on until the model ends or the context is full.
 
     >>> read_chat_params({"messages": [], "max_completion_tokens": 8, "top_k": 40}).max_tokens
     8
     """
-    _refuse_unknown(body, _READ | _CHAT)
-    wanted = _get(body, "logprobs", "true or false")
-    top = _get(body, "top_logprobs", "a whole number")
+    _refuse_unknown(body, _READ | _CHAT | _SERVED)
+    wanted = get(body, "logprobs", "true or false")
+    top = get(body, "top_logprobs", "a whole number")
     if top is not None and not wanted:
         raise RequestError("top_logprobs needs logprobs to be true: set it, or leave top_logprobs out")
     return _read(body, (top or 0) if wanted else None, None)
@@ -89,8 +101,14 @@ def read_chat_params(body: Body) -> SamplingParams:
 
 def read_completion_params(body: Body) -> SamplingParams:
     """How a plain completion is sampled."""
-    _refuse_unknown(body, _READ | _COMPLETION)
-    return _read(body, _get(body, "logprobs", "a whole number"), COMPLETION_TOKENS)
+    _refuse_unknown(body, _READ | _COMPLETION | _SERVED)
+    echo, count = get(body, "echo", "true or false"), get(body, "max_tokens", "a whole number")
+    if echo and count == 0:
+        body = {**body, "max_tokens": 1}  # only the prompt's scores are wanted; the one token is not shown
+    params = _read(body, get(body, "logprobs", "a whole number"), COMPLETION_TOKENS)
+    if echo and params.logprobs is not None and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=params.logprobs)
+    return params
 
 
 def read_messages(body: Body) -> list[Mapping[str, Any]]:
@@ -109,8 +127,8 @@ def read_messages(body: Body) -> list[Mapping[str, Any]]:
 def read_template_options(body: Body) -> dict[str, Any]:
     """What a chat completion tells the chat template."""
     named = ("add_generation_prompt", "continue_final_message")
-    found = {name: value for name in named if (value := _get(body, name, "true or false")) is not None}
-    return {**(_get(body, "chat_template_kwargs", "an object") or {}), **found}
+    found = {name: value for name in named if (value := get(body, name, "true or false")) is not None}
+    return {**(get(body, "chat_template_kwargs", "an object") or {}), **found}
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
@@ -128,23 +146,23 @@ def read_prompts(body: Body) -> list[str | list[int]]:
 
 def _read(body: Body, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
     for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name, and wins
-        asked = _get(body, name, "a whole number")
+        asked = get(body, name, "a whole number")
         max_tokens = max_tokens if asked is None else asked
-    own = {name: value for name, kind in _FIELDS.items() if (value := _get(body, name, kind)) is not None}
+    own = {name: value for name, kind in _FIELDS.items() if (value := get(body, name, kind)) is not None}
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body), **own)
 
 
 def _logit_bias(body: Body) -> dict[int, float]:
     """JSON's keys are strings; ours are token ids."""
     found = {}
-    for key, bias in (_get(body, "logit_bias", "an object") or {}).items():
+    for key, bias in (get(body, "logit_bias", "an object") or {}).items():
         if not str(key).isdecimal():
             raise RequestError(f"logit_bias has the key {key!r}: use token ids")
         found[int(key)] = bias
     return found
 
 
-def _get(body: Body, name: str, kind: str) -> Any:
+def get(body: Body, name: str, kind: str) -> Any:
     """A field of the body; null is as good as absent."""
     value = body.get(name)
     if value is not None and not _CHECKS[kind](value):
@@ -161,3 +179,8 @@ def _refuse_unknown(body: Body, known: frozenset[str]) -> None:
             continue
         close = difflib.get_close_matches(name, known, n=1)
         raise RequestError(f"unknown field {name!r}" + (f": did you mean {close[0]}?" if close else ": leave it out"))
+
+
+def is_field(name: str) -> bool:
+    """Whether a request's body may have a field of this name."""
+    return name in _READ | _CHAT | _COMPLETION | _SERVED | _IGNORED or name in _NEUTRAL

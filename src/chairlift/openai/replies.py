@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chairlift.outputs import RequestOutput
-    from chairlift.text.answer import Answer, Logprob
+    from chairlift.text.answer import Logprob
     from chairlift.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
+Scores = dict[int, "Logprob"]
 
 
 def new_id(prefix: str) -> str:
@@ -21,33 +22,83 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def chat_completion(output: RequestOutput, model: str, top: int | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def chat_completion(
+    output: RequestOutput,
+    model: str,
+    top: int | None,
+    tokenizer: Tokenizer | None,
+    *,
+    id: str | None = None,
+    token_ids: bool = False,
+) -> dict[str, Any]:
     """The reply to a chat completion; `top` is how many alternatives each token shows."""
     choices = [
         {
             "index": answer.index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": _chat_logprobs(answer, top or 0, tokenizer),
+            "logprobs": None
+            if answer.logprobs is None
+            else chat_logprobs(answer.token_ids, answer.logprobs, top or 0, tokenizer),
             "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            **({"token_ids": answer.token_ids} if token_ids else {}),
         }
         for answer in output.outputs
     ]
-    return _reply("chatcmpl", "chat.completion", model, choices, usage([output]))
+    reply = _reply(id or new_id("chatcmpl"), "chat.completion", model, choices, usage([output]))
+    if output.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if token_ids:
+        reply["prompt_token_ids"] = output.prompt_token_ids
+    return reply
 
 
-def text_completion(outputs: Sequence[RequestOutput], model: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The reply to a plain completion of one or several prompts."""
-    answers = [answer for output in outputs for answer in output.outputs]
-    choices = [
-        {
-            "index": index,
-            "text": answer.text,
-            "logprobs": _text_logprobs(answer, tokenizer),
-            "finish_reason": answer.finish_reason,
-        }
-        for index, answer in enumerate(answers)
-    ]
-    return _reply("cmpl", "text_completion", model, choices, usage(outputs))
+def text_completion(
+    outputs: Sequence[RequestOutput],
+    model: str,
+    tokenizer: Tokenizer | None,
+    *,
+    id: str | None = None,
+    token_ids: bool = False,
+    echo: bool = False,
+    no_output: bool = False,
+) -> dict[str, Any]:
+    """The reply to a plain completion of one or several prompts; with `echo`, each answer begins with its prompt."""
+    choices: list[dict[str, Any]] = []
+    for output in outputs:
+        for answer in output.outputs:
+            ids, scores = (answer.token_ids, answer.logprobs) if not no_output else ([], answer.logprobs and [])
+            text = "" if no_output else answer.text
+            shown = None if scores is None else text_logprobs(ids, scores, tokenizer)
+            if echo:
+                text = echoed(output, tokenizer) + text
+                if shown is not None:
+                    shown = text_logprobs(
+                        [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *(scores or [])], tokenizer
+                    )
+            choice = {
+                "index": len(choices),
+                "text": text,
+                "logprobs": shown,
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
+            if output.prompt_logprobs is not None and not echo:  # an echo shows them in its own way
+                choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            if token_ids:
+                choice |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids}
+            choices.append(choice)
+    used = usage(outputs)
+    if no_output:
+        used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+    return _reply(id or new_id("cmpl"), "text_completion", model, choices, used)
+
+
+def echoed(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
+    """The prompt as text, whether it came so or in token ids."""
+    if output.prompt is not None:
+        return output.prompt
+    return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
@@ -57,14 +108,16 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def error_object(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+def error_object(
+    message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
     """The body of a reply that is no answer."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _reply(prefix: str, kind: str, model: str, choices: list[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+def _reply(id: str, kind: str, model: str, choices: list[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
     return {
-        "id": new_id(prefix),
+        "id": id,
         "object": kind,
         "created": int(time.time()),
         "model": model,
@@ -74,9 +127,10 @@ def _reply(prefix: str, kind: str, model: str, choices: list[dict[str, Any]], us
     }
 
 
-def _chat_logprobs(answer: Answer, top: int, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    if answer.logprobs is None:
-        return None
+def chat_logprobs(
+    ids: Sequence[int], scores: Sequence[Scores], top: int, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The log-probabilities of some tokens, as chat completions show them."""
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         spelled = list(tokenizer.token_bytes(token)) if tokenizer is not None else None
@@ -88,14 +142,15 @@ def _chat_logprobs(answer: Answer, top: int, tokenizer: Tokenizer | None) -> dic
             # The likeliest come first, in order; the chosen token follows if it is not one of them.
             "top_logprobs": [entry(*pair) for pair in islice(found.items(), top)],
         }
-        for token, found in zip(answer.token_ids, answer.logprobs, strict=True)
+        for token, found in zip(ids, scores, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _text_logprobs(answer: Answer, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    if answer.logprobs is None:
-        return None
+def text_logprobs(
+    ids: Sequence[int], scores: Sequence[Scores | None], tokenizer: Tokenizer | None, offset: int = 0
+) -> dict[str, Any]:
+    """The same as plain completions show them; `offset` is how many characters came before."""
 
     def spell(token: int) -> str:
         """The token's text, or its bytes where they are not whole characters: those of several must not look alike."""
@@ -106,12 +161,33 @@ def _text_logprobs(answer: Answer, tokenizer: Tokenizer | None) -> dict[str, Any
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
-    for token, found in zip(answer.token_ids, answer.logprobs, strict=True):
-        chosen = found[token]
+    for token, found in zip(ids, scores, strict=True):
         shown["tokens"].append(spell(token))
+        shown["text_offset"].append(offset)
+        if found is None:  # the first token of a prompt: nothing came before it
+            shown["token_logprobs"].append(None)
+            shown["top_logprobs"].append(None)
+            offset += len(tokenizer.token_text(token)) if tokenizer is not None else 0
+            continue
+        chosen = found[token]
         shown["token_logprobs"].append(max(chosen.logprob, LEAST_LOGPROB))
         shown["top_logprobs"].append({spell(other): max(each.logprob, LEAST_LOGPROB) for other, each in found.items()})
-        shown["text_offset"].append(offset)
         offset += len(chosen.decoded_token)
     return shown
+
+
+def prompt_logprobs(scores: Sequence[Scores | None]) -> list[dict[str, Any] | None]:
+    """A prompt's log-probabilities, in the shape that users of vLLM know."""
+    return [
+        None
+        if found is None
+        else {
+            str(token): {
+                "logprob": max(each.logprob, LEAST_LOGPROB),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token, each in found.items()
+        }
+        for found in scores
+    ]

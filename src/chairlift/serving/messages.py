@@ -120,7 +120,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     kv_tokens: int
     capacity: str  # the same in words
     eos_ids: list[Token]
-    slow_step: float  # seconds that its largest step may take before it counts as stuck
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=11):

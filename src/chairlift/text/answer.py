@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, TokenLogprobs
+from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import FinishReason
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.tokenizer import Tokenizer
@@ -54,16 +54,27 @@ class AnswerReader:
         if params.logprobs is not None:
             self.answer.logprobs, self.answer.cumulative_logprob = [], 0.0
 
-    def read(self, event: Event) -> str:
+    def has_ended(self) -> bool:
+        """Whether the answer is complete."""
+        return self.answer.finish_reason is not None
+
+    def read(
+        self,
+        token: int | None,
+        reason: FinishReason | None = None,
+        scored: TokenLogprobs | None = None,
+        error: str | None = None,
+    ) -> str:
         """The new text that is safe to show; after a stop string, nothing more is taken in."""
         answer = self.answer
         if answer.finish_reason is not None:
             return ""
         new = ""
-        if event.token is not None:
-            new = self._take(event.token, event.logprobs, event.finish_reason is FinishReason.STOP)
-        if answer.finish_reason is None and event.finish_reason is not None:
-            new += self._finish(event)
+        if token is not None:
+            new = self._take(token, scored, reason is FinishReason.STOP)
+        if answer.finish_reason is None and reason is not None:
+            answer.error = error
+            new += self._finish(token, reason)
         answer.text += new
         return new
 
@@ -80,12 +91,11 @@ class AnswerReader:
             answer.finish_reason, answer.stop_reason = FinishReason.STOP.value, self._detokenizer.stopped
         return new
 
-    def _finish(self, event: Event) -> str:
+    def _finish(self, token: int | None, reason: FinishReason) -> str:
         answer = self.answer
-        answer.finish_reason = str(event.finish_reason)
-        answer.error = event.error
-        if event.finish_reason is FinishReason.STOP and event.token in self._params.stop_token_ids:
-            answer.stop_reason = event.token
+        answer.finish_reason = reason.value
+        if reason is FinishReason.STOP and token in self._params.stop_token_ids:
+            answer.stop_reason = token
         if self._detokenizer is None:
             return ""
         new = self._detokenizer.finish()

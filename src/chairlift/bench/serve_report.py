@@ -1,0 +1,182 @@
+"""What a run against a server found: numbers for a file, and tables for a reader."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from chairlift import __version__
+from chairlift.bench.report import percentile
+from chairlift.bench.serve import Outcome, Record
+from chairlift.core.errors import ChairliftError
+
+Targets = Mapping[str, float]  # milliseconds that a good answer does not exceed
+TARGETS = ("ttft", "tpot", "e2e")
+STATES = ("ok", "failed", "refused", "unfinished")
+LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end", "late": "sent late"}
+SHOWN_ERRORS = 5
+
+
+def read_targets(texts: Iterable[str]) -> dict[str, float]:
+    """Read targets as the command line has them.
+
+    >>> read_targets(["ttft:500", "tpot:50"])
+    {'ttft': 500.0, 'tpot': 50.0}
+    """
+    found = {}
+    for text in texts:
+        name, _, limit = text.partition(":")
+        try:
+            found[name] = float(limit)
+        except ValueError:
+            found[name] = -1.0
+        if name not in TARGETS or not found[name] > 0:
+            raise ChairliftError(f"{text!r} is no goodput target: use ttft, tpot or e2e with milliseconds: ttft:500")
+    return found
+
+
+def times(record: Record) -> dict[str, float]:
+    """An answer's times in milliseconds, all from the moment its request was planned to leave."""
+    found = {}
+    if record.end is not None:
+        found["e2e"] = 1000 * (record.end - record.planned)
+    if record.sent is not None:
+        found["late"] = 1000 * (record.sent - record.planned)
+    if record.chunks:
+        found["ttft"] = 1000 * (record.chunks[0] - record.planned)
+        if record.output_tokens > 1 and "e2e" in found:
+            found["tpot"] = (found["e2e"] - found["ttft"]) / (record.output_tokens - 1)
+    return found
+
+
+def is_good(record: Record, targets: Targets) -> bool:
+    """Whether it was answered and within every target; an answer of one token has no TPOT to miss."""
+    if record.state != "ok":
+        return False
+    found = times(record)
+    if record.output_tokens == 1:
+        found["tpot"] = 0.0
+    return all(name in found and found[name] <= limit for name, limit in targets.items())
+
+
+def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any]:
+    """Everything: totals, speeds, the spread of each time, and every request."""
+    records, seconds = outcome.records, outcome.seconds
+    ok = [record for record in records if record.state == "ok"]
+    states = Counter(record.state for record in records)
+    finished = [record for record in records if record.state != "unfinished"]
+    output, prompt = sum(record.output_tokens for record in ok), sum(record.prompt_tokens for record in ok)
+    rows = [times(record) for record in ok]
+    spreads = {name: spread([row[name] for row in rows if name in row]) for name in LABELS if name != "itl"}
+    spreads["itl"] = spread([1000 * (b - a) for record in ok for a, b in pairwise(record.chunks)])
+
+    def per_second(count: float) -> float:
+        return count / seconds if seconds else 0.0
+
+    summary: dict[str, Any] = {
+        "chairlift": __version__,
+        "url": outcome.url,
+        "model": outcome.model,
+        "endpoint": outcome.endpoint,
+        "max_concurrency": outcome.max_concurrency,
+        "planned": outcome.planned,
+        "requests": {state: states[state] for state in STATES},
+        "status": dict(Counter(str(record.status or "no reply") for record in finished).most_common()),
+        "errors": dict(Counter(record.error for record in records if record.error).most_common()),
+        "seconds": seconds,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "asked_output_tokens": sum(record.asked for record in ok),
+        "uncounted": sum(not record.is_counted for record in ok),
+        "requests_s": per_second(len(ok)),
+        "output_tok_s": per_second(output),
+        "total_tok_s": per_second(prompt + output),
+        "peak_concurrency": outcome.peak_concurrency,
+        "ms": {name: spreads[name] for name in LABELS if spreads[name]},
+    }
+    if targets:
+        good = sum(is_good(record, targets) for record in records)
+        share = good / len(finished) if finished else 0.0
+        summary["goodput"] = {"targets_ms": dict(targets), "requests_s": per_second(good), "share": share}
+    return {**summary, "records": [_row(record) for record in records]}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The mean of some times, and what half, most and nearly all of them do not exceed."""
+    if not values:
+        return {}
+    marks = {f"p{share}": percentile(values, share) for share in (50, 90, 99)}
+    return {"mean": fmean(values), **marks, "max": max(values)}
+
+
+def tables(summary: dict[str, Any]) -> Group:
+    """What happened and how fast, then how long it took."""
+    counts = ", ".join(f"{count:,} {state}" for state, count in summary["requests"].items() if count)
+    statuses = ", ".join(f"{name}: {count:,}" for name, count in summary["status"].items())
+    came, asked = summary["output_tokens"], summary["asked_output_tokens"]
+    totals = Table(title=Text(f"{summary['model']} at {summary['url']}, {summary['endpoint']}"), show_header=False)
+    totals.add_column("")
+    totals.add_column("", justify="right")
+    rows = [
+        (f"requests, of {summary['planned']:,} planned", counts or "none"),
+        ("by HTTP status", statuses or "none"),
+        ("duration, s", f"{summary['seconds']:,.2f}"),
+        ("requests/s", f"{summary['requests_s']:,.2f}"),
+        ("output tok/s", f"{summary['output_tok_s']:,.1f}"),
+        ("prompt and output tok/s", f"{summary['total_tok_s']:,.1f}"),
+        ("prompt tokens", f"{summary['prompt_tokens']:,}"),
+        ("output tokens", f"{came:,}" if came == asked else f"{came:,} of {asked:,} asked"),
+        ("peak concurrency", f"{summary['peak_concurrency']:,}"),
+    ]
+    if goodput := summary.get("goodput"):
+        targets = ", ".join(f"{LABELS[name]} {limit:g} ms" for name, limit in goodput["targets_ms"].items())
+        rows.append((f"goodput, requests/s ({targets})", f"{goodput['requests_s']:,.2f} ({goodput['share']:.1%})"))
+    for label, value in rows:
+        totals.add_row(label, Text(value))
+    latencies = Table(caption=Text("\n".join(_notes(summary))), caption_justify="left")
+    latencies.add_column("ms")
+    for column in ("mean", "p50", "p90", "p99", "max"):
+        latencies.add_column(column, justify="right")
+    for name, found in summary["ms"].items():
+        latencies.add_row(LABELS[name], *(f"{value:,.1f}" for value in found.values()))
+    return Group(totals, latencies)
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    """What a reader must know to read the numbers right."""
+    errors = list(summary["errors"].items())
+    notes = ["times are those of answered requests, from the moment each was planned to leave; ITL is between chunks"]
+    if summary["uncounted"]:
+        notes.append(f"{summary['uncounted']:,} answers came without usage: each of their chunks counts as one token")
+    notes += [f"{count:,} x {reason}" for reason, count in errors[:SHOWN_ERRORS]]
+    if len(errors) > SHOWN_ERRORS:
+        notes.append(f"and {len(errors) - SHOWN_ERRORS:,} other reasons; --json has them all")
+    return notes
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """One request for a file; moments are seconds from the start of the run."""
+
+    def moment(at: float | None) -> float | None:
+        return None if at is None else round(at, 6)
+
+    return {
+        "state": record.state,
+        "status": record.status,
+        "error": record.error,
+        "prompt_tokens": record.prompt_tokens,
+        "asked_output_tokens": record.asked,
+        "output_tokens": record.output_tokens,
+        "planned": moment(record.planned),
+        "sent": moment(record.sent),
+        "first": moment(record.chunks[0] if record.chunks else None),
+        "end": moment(record.end),
+        "chunks": [round(at, 6) for at in record.chunks],
+    }

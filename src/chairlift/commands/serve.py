@@ -1,0 +1,99 @@
+"""`chairlift serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from chairlift.commands.options import DEFAULT_MODEL, with_settings
+from chairlift.commands.screen import notes
+
+
+@with_settings
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub.")
+    ] = DEFAULT_MODEL,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; 0.0.0.0 opens it to the network: set API keys then.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any that is free.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model (default: as it was given here).")
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file of API keys (docs/keys.md); also read from CHAIRLIFT_API_KEYS.", exists=False),
+    ] = None,
+    api_workers: Annotated[
+        int, typer.Option(help="HTTP processes; more help when one core cannot write all streams.", min=1, max=64)
+    ] = 1,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait before others get 429; lower it to fail early.", min=1)
+    ] = 256,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens that may wait (default: as many as the KV cache holds).", min=1)
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds for a request that names no timeout of its own (default: none).")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds to finish running requests after SIGTERM; match your orchestrator's.")
+    ] = 30.0,
+    max_body_mb: Annotated[
+        float, typer.Option(help="Largest request body in MiB; raise it for very long prompts.")
+    ] = 8,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may call this server; repeatable, * for all.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="A certificate chain, to serve HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    metrics_compat: Annotated[
+        Literal["vllm"] | None, typer.Option(help="Also expose metrics under vLLM's names, for existing dashboards.")
+    ] = None,
+    log_format: Annotated[
+        Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")
+    ] = "auto",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="info has a line for every request.")
+    ] = "info",
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Serve a model over an OpenAI-compatible API."""
+    from chairlift.core.errors import SettingsError
+    from chairlift.core.settings import Settings
+    from chairlift.serving.server import Plan, run
+
+    Settings.of(**settings)  # a wrong value is refused here, before a process is started
+    if (tls_cert is None) != (tls_key is None):
+        raise SettingsError("--tls-cert and --tls-key go together: give both or neither")
+    for file in (tls_cert, tls_key):
+        if file is not None and not file.is_file():
+            raise SettingsError(f"{file} is not there: give --tls-cert and --tls-key files that are")
+    if request_timeout is not None and request_timeout <= 0:
+        raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
+    plan = Plan(
+        model=model,
+        name=served_model_name or model,
+        settings={name: value for name, value in settings.items() if value is not None},
+        host=host,
+        port=port,
+        workers=api_workers,
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        timeout=request_timeout,
+        grace=grace,
+        max_body=int(max_body_mb * (1 << 20)),
+        keys=None if api_keys is None else str(api_keys),
+        origins=cors_origin or [],
+        certificate=None if tls_cert is None else str(tls_cert),
+        private_key=None if tls_key is None else str(tls_key),
+        metrics_compat=metrics_compat,
+        log_format=log_format,
+        log_level=log_level,
+    )
+    sys.exit(run(plan, lambda text: notes.print(text, markup=False)))

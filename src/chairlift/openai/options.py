@@ -1,0 +1,64 @@
+"""What a request's body says beside its sampling: how the answer is sent, and how long it may take."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from chairlift.core.errors import RequestError
+from chairlift.openai.params import Body, get
+
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # of a request: it goes into headers and logs
+_LONGEST = 7 * 24 * 3600.0  # seconds
+_PRIORITIES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Read once, so that nothing behind it looks into the body again."""
+
+    stream: bool = False
+    include_usage: bool = False
+    timeout: float | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool = False
+    echo: bool = False
+    no_output: bool = False  # max_tokens was 0: the prompt alone is wanted back
+
+
+def read_options(body: Body) -> Options:
+    """Everything of the body that is no sampling parameter.
+
+    >>> read_options({"stream": True, "timeout": 2.5}).timeout
+    2.5
+    """
+    stream = bool(get(body, "stream", "true or false"))
+    stream_options = get(body, "stream_options", "an object")
+    if stream_options is not None and not stream:
+        raise RequestError("stream_options needs stream to be true: set it, or leave stream_options out")
+    timeout = get(body, "timeout", "a number")
+    if timeout is not None and not 0 < timeout <= _LONGEST:
+        raise RequestError(f"timeout is {timeout}: use seconds above 0 and up to {_LONGEST:.0f}")
+    priority = get(body, "priority", "a whole number") or 0
+    if abs(priority) > _PRIORITIES:
+        raise RequestError(f"priority is {priority}: use -{_PRIORITIES} to {_PRIORITIES}")
+    salt = get(body, "cache_salt", "a string")
+    if salt is not None and not 0 < len(salt) <= 256:
+        raise RequestError("cache_salt must have 1 to 256 characters")
+    name = get(body, "request_id", "a string")
+    if name is not None and NAME.fullmatch(name) is None:
+        raise RequestError("request_id must have 1 to 128 letters, digits, dots, colons, dashes or underscores")
+    return Options(
+        stream=stream,
+        include_usage=bool(get(stream_options or {}, "include_usage", "true or false")),
+        timeout=None if timeout is None or math.isinf(timeout) else float(timeout),
+        priority=priority,
+        cache_salt=salt,
+        request_id=name,
+        return_token_ids=bool(get(body, "return_token_ids", "true or false")),
+        echo=bool(get(body, "echo", "true or false")),
+        no_output=bool(body.get("echo")) and body.get("max_tokens") == 0,
+    )

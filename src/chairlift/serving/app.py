@@ -1,0 +1,155 @@
+"""The ASGI application: it finds the route, checks who asks, and turns whatever goes wrong into an error object."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.routing import Route as Pattern
+
+from chairlift.core.errors import RequestError
+from chairlift.openai.options import NAME
+from chairlift.openai.replies import new_id
+from chairlift.serving.body import BodyError
+from chairlift.serving.failures import Failure, from_request, invalid
+from chairlift.serving.keys import Tenant
+from chairlift.serving.routes import ROUTES, Access, Route
+from chairlift.serving.service import CLIENT_GONE, Call, Service, json_response
+
+log = logging.getLogger("chairlift")
+access_log = logging.getLogger("chairlift.access")
+
+
+class App:
+    """Serves the routes for one Service; CORS only for the origins named."""
+
+    def __init__(self, service: Service, origins: Sequence[str] = ()) -> None:
+        self.service = service
+        self._origins = frozenset(origins)
+        self._patterns = [(Pattern(each.path, _nothing, methods=[each.method]), each) for each in ROUTES]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One HTTP request."""
+        if scope["type"] == "lifespan":
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        start = time.monotonic()
+        http = HttpRequest(scope, receive)
+        call = Call(self.service, http, None, _request_id(http), [])
+        route: Route | None = None
+        try:
+            response = self._preflight(http)
+            if response is None:
+                route = self._find(scope)
+                call.tenant = self._authorize(route, http)
+                response = await route.endpoint(call)
+        except Failure as failure:
+            response = json_response(failure.body, failure.status, failure.headers)
+        except RequestError as error:
+            self.service.metrics.refused("invalid")
+            response = json_response(from_request(error).body, 400)
+        except BodyError as error:
+            self.service.metrics.refused("invalid")
+            response = json_response(invalid(str(error), code="invalid_body").body, 400)
+        except ClientDisconnect:
+            response = Response(status_code=CLIENT_GONE)
+        except Exception:
+            log.exception("a request broke", extra={"request_id": call.id})
+            told = Failure("something broke in the server; its log has more", 500, "server_error", "internal_error")
+            response = json_response(told.body, told.status)
+        response.headers["X-Request-Id"] = call.id
+        if call.ignored:
+            response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(_printable(name) for name in call.ignored[:20])
+        self._allow_origin(http, response)
+        try:
+            await response(scope, receive, send)
+        finally:
+            self._note(call, route, response.status_code, time.monotonic() - start)
+
+    def _find(self, scope: Any) -> Route:
+        allowed = []
+        for pattern, route in self._patterns:
+            match, child = pattern.matches(scope)
+            if match is Match.FULL:
+                scope.update(child)
+                return route
+            if match is Match.PARTIAL:
+                allowed.append(route.method)
+        if allowed:
+            raise invalid(
+                f"{scope['path']} takes {' or '.join(allowed)}, not {scope['method']}", status=405, code="wrong_method"
+            )
+        raise invalid(
+            f"there is no {scope['path']}: see /openapi.json for what there is", status=404, code="unknown_route"
+        )
+
+    def _authorize(self, route: Route, http: HttpRequest) -> Tenant | None:
+        keyring = self.service.keyring
+        if keyring is None or route.access is Access.OPEN:
+            return None
+        tenant = keyring.find(http.headers.get("authorization"))
+        if tenant is None:
+            self.service.metrics.refused("unauthorized")
+            raise Failure(
+                "no valid API key: send Authorization: Bearer YOUR_KEY", 401, "authentication_error", "invalid_api_key"
+            )
+        if route.access is Access.ADMIN and not tenant.is_admin:
+            raise Failure(f"{route.path} needs an admin key", 403, "permission_error", "admin_only")
+        return tenant
+
+    # ---- CORS
+
+    def _preflight(self, http: HttpRequest) -> Response | None:
+        if http.method != "OPTIONS" or "access-control-request-method" not in http.headers or not self._origins:
+            return None
+        wanted = http.headers.get("access-control-request-headers", "authorization, content-type")
+        return Response(
+            status_code=204,
+            headers={"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": _printable(wanted)},
+        )
+
+    def _allow_origin(self, http: HttpRequest, response: Response) -> None:
+        origin = http.headers.get("origin")
+        if origin is not None and ("*" in self._origins or origin in self._origins):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Vary"] = "Origin"
+
+    # ---- what is kept of it
+
+    def _note(self, call: Call, route: Route | None, status: int, seconds: float) -> None:
+        path = "other" if route is None else route.path
+        self.service.metrics.responded(path, status, seconds)
+        access_log.info(
+            "%s %s %d",
+            call.http.method,
+            path,
+            status,
+            extra={
+                "request_id": call.id,
+                "seconds": round(seconds, 4),
+                "tenant": None if call.tenant is None else call.tenant.name,
+            },
+        )
+
+
+def _request_id(http: HttpRequest) -> str:
+    """The client's own name for its request, if it can be one."""
+    given = http.headers.get("x-request-id", "")
+    return given if NAME.fullmatch(given) else new_id("req").removeprefix("req-")
+
+
+def _printable(text: str) -> str:
+    """Safe in a header."""
+    return "".join(char if 32 < ord(char) < 127 or char == " " else "?" for char in text[:200])
+
+
+async def _nothing(_request: HttpRequest) -> Response:
+    raise AssertionError("the App calls endpoints itself")

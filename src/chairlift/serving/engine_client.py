@@ -1,0 +1,180 @@
+"""EngineClient: an HTTP process's line to the engine, whichever engine process is at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from chairlift.serving import messages
+from chairlift.serving.beat import Beat
+from chairlift.serving.messages import Batch, Broken, Hello, News, Stats
+
+log = logging.getLogger("chairlift")
+
+
+class Listener(Protocol):
+    """Who waits for the news of a request."""
+
+    def take(self, news: News) -> None:
+        """Something happened to one of its answers."""
+
+    def lose(self, message: str) -> None:
+        """The engine is gone, and nothing more will come."""
+
+
+class Watcher(Protocol):
+    """Who wants to know how the engine stands."""
+
+    def engine(self, stats: Stats) -> None:
+        """After a step."""
+
+    def engine_state(self, up: bool) -> None:
+        """It came or went."""
+
+
+class EngineClient:
+    """Binds a socket that each engine process in turn connects to, and hands out what comes through it."""
+
+    def __init__(self, address: str, beat: Beat, watcher: Watcher | None = None) -> None:
+        self.hello: Hello | None = None  # None: there is no engine at the moment
+        self.broken: str | None = None  # why the engine could not start
+        self.stats: Stats | None = None
+        self._address = address
+        self._beat = beat
+        self._watcher = watcher
+        self._listeners: dict[int, Listener] = {}
+        self._next = secrets.randbits(40)  # news for an earlier process on this socket must not find a listener here
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Wait for an engine from now on."""
+        context = zmq.asyncio.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # admission has bounded what may be sent
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # the engine's side drops a reader that falls too far behind
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.bind(self._address)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    async def close(self) -> None:
+        """End whatever waits; a second call changes nothing."""
+        self.hello = None
+        self._lose("the server is stopping")
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._socket.disable_monitor()
+            self._socket.close()
+
+    async def wait(self) -> None:
+        """Until the engine comes, goes or says that it cannot start."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    # ---- how it stands
+
+    @property
+    def trouble(self) -> str | None:
+        """Why requests cannot be served at the moment, or None."""
+        if self.hello is None:
+            return "the engine is not running" + (f": {self.broken}" if self.broken else "; it is being started")
+        silence = self._beat.silence(time.monotonic())
+        if silence > self._beat.patience:
+            return f"the engine has been silent for {silence:.1f} s: a step hangs"
+        return None
+
+    @property
+    def live(self) -> int:
+        """Requests under way through this process."""
+        return len(self._listeners)
+
+    # ---- orders out
+
+    def new_key(self) -> int:
+        """A number for a request."""
+        self._next += 1
+        return self._next
+
+    def submit(self, order: messages.Submit, listener: Listener) -> None:
+        """Hand a request to the engine; its news go to the listener until it is forgotten."""
+        self._listeners[order.key] = listener
+        self._send(order)
+
+    def abort(self, key: int) -> None:
+        """End a request; its listener hears no more."""
+        if self._listeners.pop(key, None) is not None:
+            self._send(messages.Abort(key))
+
+    def stop(self, key: int, index: int) -> None:
+        """End one answer of a request."""
+        self._send(messages.Stop(key, index))
+
+    def forget(self, key: int) -> None:
+        """A request has ended by itself."""
+        self._listeners.pop(key, None)
+
+    def _send(self, order: messages.Order) -> None:
+        if self.hello is None:
+            return  # whoever listens is told that the engine is gone
+        future: Any = self._socket.send(messages.encode(order), zmq.NOBLOCK)  # done at once, or refused
+        if future.done() and future.exception() is not None:
+            log.error("the engine does not take orders: %s", future.exception())
+
+    # ---- news in
+
+    async def _receive(self) -> None:
+        while True:
+            raw: Any = await self._socket.recv()
+            try:
+                report = messages.decode_report(raw)
+            except msgspec.DecodeError as error:
+                log.error("a report could not be read and was dropped: %s", error)
+                continue
+            match report:
+                case Batch(news, stats):
+                    if stats is not None:
+                        self.stats = stats
+                        if self._watcher is not None:
+                            self._watcher.engine(stats)
+                    for each in news:
+                        if (listener := self._listeners.get(each.key)) is not None:
+                            try:
+                                listener.take(each)
+                            except Exception:  # one answer's bug must not silence the others
+                                log.exception("news of a request could not be read")
+                                listener.lose("the answer could not be read")
+                case Hello():
+                    self.hello, self.broken = report, None
+                    self._tell(True)
+                case Broken(message):
+                    self.broken = message
+                    self._tell(False)
+
+    async def _watch(self) -> None:
+        while True:
+            await recv_monitor_message(self._monitor)  # it is only told of disconnections
+            self.hello = None
+            self._lose("the engine process has ended; it is being started again")
+            self._tell(False)
+
+    def _lose(self, message: str) -> None:
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.lose(message)
+
+    def _tell(self, up: bool) -> None:
+        self._changed.set()
+        if self._watcher is not None:
+            self._watcher.engine_state(up)

@@ -1,0 +1,297 @@
+"""The engine's own process: orders in, steps, news out.
+
+It is started with one argument, a Job in JSON, and connects to a socket of each HTTP process. It ends when it is told to,
+or when the process that started it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.core.params import SamplingParams
+from chairlift.core.plan import Event, TokenLogprobs
+from chairlift.core.request import Request
+from chairlift.engine.engine import Engine
+from chairlift.serving import messages
+from chairlift.serving.beat import PATIENCE, Beat
+from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores, Scored, Stats, Submit
+
+log = logging.getLogger("chairlift")
+
+IDLE_MS = 400  # an idle engine shows itself alive this often
+_BACKLOG = 100_000  # messages that an HTTP process may leave unread before its requests are ended
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the engine process is to do."""
+
+    model: str
+    settings: dict[str, Any]
+    sockets: list[str]  # one for each HTTP process; the first also gets the statistics
+    beat: str
+    progress: bool = False
+
+
+class Link:
+    """The socket to one HTTP process, and the requests that came through it."""
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self.keys: dict[int, str] = {}  # their numbers for requests, and ours
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a process that is gone
+        self._socket.setsockopt(zmq.SNDHWM, _BACKLOG)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # what may be under way is bounded by admission, before it gets here
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have a poller wake for it."""
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    def changes(self) -> list[bool]:
+        """Whether the other side came (True) or went (False), since the last call."""
+        found = []
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            found.append(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        return found
+
+    def receive(self) -> list[messages.Order]:
+        """All orders that have come."""
+        orders: list[messages.Order] = []
+        while True:
+            try:
+                orders.append(messages.decode_order(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return orders
+            except msgspec.DecodeError as error:
+                log.error("an order could not be read and was dropped: %s", error)
+
+    def send(self, report: messages.Report) -> bool:
+        """Send without waiting; False if the other side does not read."""
+        try:
+            self._socket.send(messages.encode(report), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class EngineLoop:
+    """Drives an engine for HTTP processes."""
+
+    def __init__(self, engine: Engine, hello: Hello, sockets: list[str], beat: Beat, slowest_step: float = 0.0) -> None:
+        self._engine = engine
+        self._hello = hello
+        self._beat = beat
+        self._patience = max(PATIENCE, 1.5 * slowest_step)
+        self._parent = os.getppid()
+        self._stats: Stats | None = None
+        context: zmq.Context[Any] = zmq.Context()
+        self._links = [Link(context, address) for address in sockets]
+        self._poller = zmq.Poller()
+        for link in self._links:
+            link.register(self._poller)
+
+    def run(self) -> None:
+        """Until the parent is gone."""
+        clock = self._engine.clock
+        while os.getppid() == self._parent:
+            self._beat.touch(clock.now(), self._patience)
+            if not self._engine.has_work:
+                self._report([])
+                self._poller.poll(IDLE_MS)
+            self._take_orders()
+            if self._engine.has_work:
+                before = clock.now()
+                events = self._engine.step()
+                took = clock.now() - before
+                # A step that took long shows how long one may take: the next such must not look like a standstill.
+                self._patience = max(self._patience, 3 * took)
+                self._report(events, took)
+
+    # ---- orders in
+
+    def _take_orders(self) -> None:
+        for number, link in enumerate(self._links):
+            for is_here in link.changes():
+                if is_here:
+                    link.send(self._hello)
+                    self._stats = None
+                else:
+                    self._leave(link)
+            for order in link.receive():
+                match order:
+                    case Submit():
+                        self._submit(number, link, order)
+                    case messages.Abort(key):
+                        if key in link.keys:
+                            self._engine.abort(link.keys.pop(key))
+                    case messages.Stop(key, index):
+                        if key in link.keys:
+                            self._engine.stop_answer(link.keys[key], index)
+                            if not self._engine.scheduler.is_live(link.keys[key]):
+                                del link.keys[key]
+
+    def _submit(self, number: int, link: Link, order: Submit) -> None:
+        name = f"{number}.{order.key}"
+        try:
+            self._engine.submit(as_request(name, order))
+            link.keys[order.key] = name
+        except RequestError as error:
+            link.send(Batch([News(order.key, 0, finish_reason="error", error=str(error))]))
+
+    def _leave(self, link: Link) -> None:
+        for name in link.keys.values():
+            self._engine.abort(name)
+        link.keys.clear()
+
+    # ---- news out
+
+    def _report(self, events: list[Event], took: float = 0.0) -> None:
+        news: dict[int, list[News]] = defaultdict(list)
+        for event in events:
+            number, key = map(int, event.sequence.request.id.split("."))
+            if key in self._links[number].keys:  # else it was aborted, and nobody waits for its last event
+                news[number].append(as_news(key, event))
+        stats = self._measure(took)
+        for number, link in enumerate(self._links):
+            fresh = stats if number == 0 and (took or stats != self._stats) else None
+            if (news[number] or fresh is not None) and not link.send(Batch(news[number], fresh)) and link.keys:
+                log.error("an HTTP process does not read its news: its %d requests are ended", len(link.keys))
+                self._leave(link)
+        self._stats = stats
+        for event in events:
+            if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
+                number, key = map(int, event.sequence.request.id.split("."))
+                self._links[number].keys.pop(key, None)
+
+    def _measure(self, took: float) -> Stats:
+        scheduler = self._engine.scheduler
+        count, pool = scheduler.counters, scheduler.pool
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=pool.free,
+            total_blocks=pool.total,
+            submitted=count.submitted,
+            finished=count.finished,
+            aborted=count.aborted,
+            rejected=count.rejected,
+            failed=count.failed,
+            preemptions=count.preemptions,
+            step_seconds=took,
+            step_tokens=self._engine.last_tokens if took else 0,
+        )
+
+
+def as_request(name: str, order: Submit) -> Request:
+    """A request of the core; SamplingParams checks every value once more."""
+    return Request(
+        id=name,
+        prompt=order.prompt,
+        params=SamplingParams(
+            n=order.n,
+            temperature=order.temperature,
+            top_k=order.top_k,
+            top_p=order.top_p,
+            min_p=order.min_p,
+            repetition_penalty=order.repetition_penalty,
+            presence_penalty=order.presence_penalty,
+            frequency_penalty=order.frequency_penalty,
+            logit_bias=order.logit_bias,
+            allowed_token_ids=order.allowed_token_ids,
+            max_tokens=order.max_tokens,
+            min_tokens=order.min_tokens,
+            stop_token_ids=order.stop_ids,
+            ignore_eos=True,  # where it is not ignored, it is among the stop ids
+            logprobs=order.logprobs,
+            prompt_logprobs=order.prompt_logprobs,
+        ),
+        arrival=order.arrival,
+        seed=order.seed,
+        bad_words=tuple(map(tuple, order.bad_words)),
+    )
+
+
+def as_news(key: int, event: Event) -> News:
+    """An event of the core, for the wire."""
+    sequence = event.sequence
+    return News(
+        key,
+        sequence.index,
+        event.token,
+        None if event.finish_reason is None else event.finish_reason.value,
+        sequence.started if len(sequence.tokens) == sequence.prompt_length + 1 else None,
+        None if event.logprobs is None else _scored(event.logprobs),
+        None
+        if event.prompt_logprobs is None
+        else PromptScores(event.prompt_logprobs.start, [_scored(entry) for entry in event.prompt_logprobs.entries]),
+        event.error,
+    )
+
+
+def _scored(entry: TokenLogprobs) -> Scored:
+    return Scored(entry.token, entry.logprob, entry.rank, entry.top)
+
+
+def start(job: Job) -> tuple[Engine, Hello, float]:
+    """Load the model: the engine, what it serves, and how long its slowest step may take."""
+    from chairlift.core.settings import Settings
+    from chairlift.execution.build import build
+
+    built = build(job.model, Settings.of(**job.settings), progress=job.progress)
+    limits, config = built.limits, built.config
+    hello = Hello(
+        model=job.model,
+        device=str(built.device),
+        dtype=str(config.dtype).removeprefix("torch."),
+        max_sequences=limits.max_sequences,
+        step_tokens=limits.step_tokens,
+        max_length=limits.max_length,
+        vocab_size=limits.vocab_size,
+        block_size=built.capacity.block_size,
+        kv_tokens=built.capacity.tokens,
+        capacity=str(built.capacity),
+        eos_ids=sorted(config.eos_ids),
+    )
+    return built.engine, hello, built.slowest_step
+
+
+def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> None:
+    """Load, then serve; a model that cannot be loaded is told to the HTTP processes in one line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    try:
+        engine, hello, slowest = build_engine(job)
+    except ChairliftError as error:
+        context: zmq.Context[Any] = zmq.Context()
+        links = [Link(context, address) for address in job.sockets]
+        deadline = time.monotonic() + 5
+        while links and time.monotonic() < deadline:
+            links = [link for link in links if not link.send(Broken(str(error)))]
+            time.sleep(0.05)
+        time.sleep(0.2)  # a message handed to ZeroMQ is not yet on its way, and LINGER is 0
+        sys.exit(3)
+    EngineLoop(engine, hello, job.sockets, Beat(Path(job.beat)), slowest).run()
+
+
+if __name__ == "__main__":
+    main()

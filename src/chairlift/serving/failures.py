@@ -1,0 +1,67 @@
+"""What a client is told when there is no answer: a status, and OpenAI's error object."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.openai.params import is_field
+from chairlift.openai.replies import error_object
+
+
+@dataclass(slots=True, eq=False)
+class Failure(ChairliftError):
+    """A request that ends without an answer."""
+
+    message: str
+    status: int
+    kind: str
+    code: str | None = None
+    param: str | None = None
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        return error_object(self.message, self.kind, self.code, self.param)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to try again, where that is known."""
+        return {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+
+
+def invalid(message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> Failure:
+    """The client asked for something that cannot be."""
+    return Failure(message, status, "invalid_request_error", code, param)
+
+
+def from_request(error: RequestError) -> Failure:
+    """A refused value; our messages begin with the field's name where one is to blame."""
+    first = str(error).split(" ", 1)[0]
+    return invalid(str(error), param=first if is_field(first) else None)
+
+
+def unavailable(message: str, retry_after: float = 1.0) -> Failure:
+    """Not our client's fault, and it may pass."""
+    return Failure(message, 503, "service_unavailable_error", "service_unavailable", retry_after=retry_after)
+
+
+def timed_out(seconds: float) -> Failure:
+    """The request's time is over."""
+    return Failure(
+        f"the request was not done within its {seconds:g} s: raise timeout, or ask for less",
+        408,
+        "timeout_error",
+        "timeout",
+    )
+
+
+def broken(message: str) -> Failure:
+    """The engine failed under a request."""
+    return Failure(message, 500, "server_error", "engine_error")

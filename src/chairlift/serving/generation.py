@@ -1,0 +1,282 @@
+"""From news to pieces of text: what one HTTP request asked of the engine, on its way back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from chairlift.core.params import SamplingParams
+from chairlift.core.plan import TokenLogprobs
+from chairlift.core.request import FinishReason
+from chairlift.openai.chunks import Piece
+from chairlift.outputs import RequestMetrics, RequestOutput
+from chairlift.serving.admission import Ticket
+from chairlift.serving.engine_client import EngineClient
+from chairlift.serving.failures import Failure, broken, timed_out, unavailable
+from chairlift.serving.messages import News, Scored, Submit
+from chairlift.serving.metrics import Metrics
+from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.tokenizer import Tokenizer
+
+BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt, ready for the engine."""
+
+    text: str | None
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: list[int]
+    bad_words: list[list[int]]
+    priority: int
+
+
+class Generation:
+    """One prompt's answers."""
+
+    def __init__(self, group: Answering, asked: Asked, first_choice: int, ticket: Ticket) -> None:
+        self.asked = asked
+        self._group = group
+        self._first_choice = first_choice
+        self._ticket = ticket
+        self._key = group.client.new_key()
+        params = asked.params
+        self._readers = [AnswerReader(i, asked.prompt, params, group.tokenizer) for i in range(params.n)]
+        self._last_token = [0.0] * params.n
+        self.output = RequestOutput(
+            request_id=str(self._key),
+            prompt=asked.text,
+            prompt_token_ids=asked.prompt,
+            outputs=[reader.answer for reader in self._readers],
+            metrics=RequestMetrics(group.arrival),
+        )
+        if params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None] * len(asked.prompt)
+
+    def submit(self) -> None:
+        """Send it to the engine."""
+        asked, params = self.asked, self.asked.params
+        order = Submit(
+            key=self._key,
+            prompt=asked.prompt,
+            arrival=self._group.arrival,
+            seed=asked.seed,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            n=params.n,
+            temperature=float(params.temperature),
+            top_k=params.top_k,
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            repetition_penalty=float(params.repetition_penalty),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            logit_bias={token: float(bias) for token, bias in params.logit_bias.items()},
+            allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+            stop_ids=asked.stop_ids,
+            bad_words=asked.bad_words,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            priority=asked.priority,
+        )
+        self._group.metrics.submitted(len(asked.prompt), params.n, params.max_tokens)
+        self._group.client.submit(order, self)
+
+    # ---- what the engine says
+
+    def take(self, news: News) -> None:
+        """Turn one event into text at once, so that a stop string ends its answer before another step is planned."""
+        reason = None if news.finish_reason is None else FinishReason(news.finish_reason)
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._fail(broken(news.error or "the request was ended by the engine"))
+            return
+        if news.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
+            start, entries = news.prompt_logprobs.start, news.prompt_logprobs.entries
+            told = [describe(_scored(entry), self._group.tokenizer) for entry in entries]
+            self.output.prompt_logprobs[start : start + len(told)] = told
+        if news.token is None:
+            return
+        reader = self._readers[news.index]
+        if reader.has_ended():
+            return  # a token too many, from before the stop was known
+        self._time(news)
+        text = reader.read(news.token, reason, None if news.logprobs is None else _scored(news.logprobs))
+        if reader.has_ended() and reason is None:
+            self._group.client.stop(self._key, news.index)
+        answer = reader.answer
+        scores = None if answer.logprobs is None else [answer.logprobs[-1]]
+        self._group.push(
+            Piece(self._first_choice + news.index, text, [news.token], scores, answer.finish_reason, answer.stop_reason)
+        )
+        if all(each.has_ended() for each in self._readers):
+            self.end(str(answer.finish_reason))
+
+    def lose(self, message: str) -> None:
+        """The engine is gone."""
+        self._fail(unavailable(message))
+
+    def _time(self, news: News) -> None:
+        now, metrics = time.monotonic(), self.output.metrics
+        if metrics.first_token is None:
+            metrics.first_token, metrics.started = now, news.started
+            self._ticket.started(now)
+        if self._last_token[news.index]:
+            self._group.metrics.between_tokens(now - self._last_token[news.index])
+        else:
+            self._group.metrics.first_token(now - metrics.arrival)
+        self._last_token[news.index] = now
+        metrics.output_tokens += 1
+        self._ticket.count(1)
+
+    # ---- its end
+
+    def abort(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.output.finished:
+            self._group.client.abort(self._key)
+            self.end(FinishReason.ABORT.value)
+
+    def _fail(self, failure: Failure) -> None:
+        if not self.output.finished:
+            self._group.client.abort(self._key)
+            self.end(FinishReason.ERROR.value)
+            self._group.fail(failure)
+
+    def end(self, reason: str) -> None:
+        """Count it out, exactly once."""
+        if self.output.finished:
+            return
+        now, metrics = time.monotonic(), self.output.metrics
+        self.output.finished, metrics.finished = True, now
+        self._group.client.forget(self._key)
+        self._ticket.release(now)
+        first, started = metrics.first_token, metrics.started
+        self._group.metrics.ended(
+            reason,
+            e2e=now - metrics.arrival,
+            output_tokens=metrics.output_tokens,
+            prompt_tokens=len(self.asked.prompt),
+            queue=None if started is None else started - metrics.arrival,
+            prefill=None if first is None or started is None else first - started,
+            decode=None if first is None else now - first,
+        )
+        self._group.wake()
+
+
+@dataclass(slots=True, eq=False)
+class Answering:
+    """All generations of one HTTP request, and what of them the client has not been sent yet."""
+
+    client: EngineClient
+    metrics: Metrics
+    tokenizer: Tokenizer | None
+    timeout: float | None
+    arrival: float = field(default_factory=time.monotonic)
+    generations: list[Generation] = field(default_factory=list)
+    failure: Failure | None = None
+    _pending: list[Piece] = field(default_factory=list)
+    _waiting: int = 0  # tokens in them
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self, asked: list[Asked], admit: Callable[[Asked], Ticket]) -> None:
+        """Admit and submit every prompt, or none."""
+        tickets: list[Ticket] = []
+        try:
+            for each in asked:
+                tickets.append(admit(each))
+        except BaseException:
+            for ticket in tickets:
+                ticket.release(time.monotonic())
+            raise
+        choice = 0
+        for each, ticket in zip(asked, tickets, strict=True):
+            self.generations.append(Generation(self, each, choice, ticket))
+            choice += each.params.n
+        for generation in self.generations:
+            generation.submit()
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The answers so far."""
+        return [generation.output for generation in self.generations]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer has ended."""
+        return all(generation.output.finished for generation in self.generations)
+
+    async def finish(self) -> None:
+        """Wait for every answer's end; a Failure is raised."""
+        async for _ in self.pieces():
+            pass
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What comes, as it comes; whoever is slow to take it gets more at once. A Failure is raised."""
+        deadline = None if self.timeout is None else asyncio.get_running_loop().time() + self._left()
+        try:
+            while True:
+                if self._pending:
+                    pending, self._pending, self._waiting = self._pending, [], 0
+                    yield merged(pending)
+                elif self.failure is not None:
+                    raise self.failure
+                elif self.is_done:
+                    return
+                else:
+                    self._news.clear()
+                    async with asyncio.timeout_at(deadline):
+                        await self._news.wait()
+        except TimeoutError:
+            self.abort()
+            raise timed_out(self.timeout or 0.0) from None
+        finally:
+            self.abort()
+
+    def _left(self) -> float:
+        assert self.timeout is not None
+        return self.timeout - (time.monotonic() - self.arrival)
+
+    def push(self, piece: Piece) -> None:
+        """Keep a piece until the client is ready for it, within bounds."""
+        self._pending.append(piece)
+        self._waiting += 1
+        if self._waiting > BUFFER:
+            self.fail(Failure(f"the client left {BUFFER} tokens unread", 408, "timeout_error", "slow_reader"))
+        self.wake()
+
+    def fail(self, failure: Failure) -> None:
+        """End all of it for one reason."""
+        self.failure = self.failure or failure
+        self.abort()
+        self.wake()
+
+    def abort(self) -> None:
+        """End what still runs."""
+        for generation in self.generations:
+            generation.abort()
+
+    def wake(self) -> None:
+        """There is news."""
+        self._news.set()
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """Pieces of the same answer as one, in the order in which the answers first appear."""
+    if len(pieces) == 1:
+        return pieces
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        if piece.choice in found:
+            found[piece.choice].join(piece)
+        else:
+            found[piece.choice] = piece
+    return list(found.values())
+
+
+def _scored(entry: Scored) -> TokenLogprobs:
+    return TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top)

@@ -1,0 +1,201 @@
+"""API keys: who may use the server, and how much of it. Only a key's sha256 is kept; docs/keys.md is for users."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import hmac
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chairlift.core.errors import SettingsError
+
+VARIABLE = "CHAIRLIFT_API_KEYS"
+SHORTEST_KEY = 8
+_LOWEST = {"max_concurrent": 1, "tokens_per_minute": 1, "max_priority": 0}
+_KNOWN = ("key", "sha256", "tenant", "admin", *_LOWEST)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY = re.compile(r"[!-~]+")  # what a header can carry in one word
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_FIELD = re.compile(r"[A-Za-z_]{1,32}")
+_POSITION = re.compile(r"\(at [a-z0-9, ]+\)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose requests these are, and their limits; None is no limit."""
+
+    name: str
+    is_admin: bool = False
+    max_concurrent: int | None = None
+    tokens_per_minute: int | None = None
+    max_priority: int | None = None
+
+    @property
+    def limits(self) -> tuple[int | None, int | None, int | None]:
+        return self.max_concurrent, self.tokens_per_minute, self.max_priority
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    place: str  # where it was written: messages name this, since anything else could be a key in the wrong place
+    digest: bytes = field(repr=False)
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """All keys that open the server."""
+
+    entries: tuple[_Entry, ...]
+    warnings: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(file: Path | None, environment: Mapping[str, str]) -> Keyring | None:
+        """The keys of a file and of CHAIRLIFT_API_KEYS together; None when neither is given, and all may enter.
+
+        >>> Keyring.read(None, {"CHAIRLIFT_API_KEYS": "alice:sk-12345678"}).find("Bearer sk-12345678").name
+        'alice'
+        """
+        if file is None and VARIABLE not in environment:
+            return None
+        entries: list[_Entry] = []
+        warnings: list[str] = []
+        if file is not None:
+            text = _read_file(file, warnings)
+            entries += _file_entries(file, text)
+        if VARIABLE in environment:
+            entries += _environment_entries(environment[VARIABLE])
+        _check_together(entries)
+        return Keyring(tuple(entries), tuple(warnings))
+
+    def find(self, authorization: str | None) -> Tenant | None:
+        """Whose key an Authorization header holds, if it is one of ours."""
+        scheme, _, offered = (authorization or "").strip().partition(" ")
+        offered = offered.strip()
+        if scheme.lower() != "bearer" or not offered:
+            return None
+        digest = hashlib.sha256(offered.encode("utf-8", "surrogatepass")).digest()
+        found = None
+        for entry in self.entries:  # all of them, so that the time taken does not tell which one it was
+            if hmac.compare_digest(entry.digest, digest):
+                found = entry.tenant
+        return found
+
+
+def _read_file(file: Path, warnings: list[str]) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            text = opened.read()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SettingsError(f"the key file {file} cannot be read: {reason}; check its path and permissions") from None
+    if mode & 0o077:
+        warnings.append(f"the key file {file} is open to other users (mode {mode:o}): run chmod 600 on it")
+    return text
+
+
+def _file_entries(file: Path, text: bytes) -> list[_Entry]:
+    try:
+        parsed = tomllib.loads(text.decode())
+    except UnicodeDecodeError:
+        raise SettingsError(f"the key file {file} is not UTF-8: save it as that") from None
+    except (ValueError, RecursionError) as error:
+        position = _POSITION.search(str(error))  # the rest of the message may quote the file
+        where = f" {position[0]}" if position else ""
+        raise SettingsError(f"the key file {file} is not valid TOML{where}: correct it there") from None
+    tables = parsed.pop("key", [])
+    if parsed:
+        raise SettingsError(f"the key file {file} has more than [[key]] entries: put each field below a [[key]]")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise SettingsError(f"the key file {file} has a key that is no entry: begin each with [[key]] in two brackets")
+    if not tables:
+        raise SettingsError(f"the key file {file} has no keys: add a [[key]] with a key and a tenant, or leave it out")
+    return [_file_entry(f"[[key]] {number} of {file}", table) for number, table in enumerate(tables, 1)]
+
+
+def _file_entry(place: str, table: dict[str, Any]) -> _Entry:
+    for name in table.keys() - set(_KNOWN):
+        close = difflib.get_close_matches(name, _KNOWN, n=1)
+        shown = f"the unknown field {name}" if close and _FIELD.fullmatch(name) else "an unknown field"
+        raise SettingsError(f"{place} has {shown}: " + (f"did you mean {close[0]}?" if close else f"use {_known()}"))
+    if ("key" in table) == ("sha256" in table):
+        raise SettingsError(f"{place} must have either key or sha256, and not both")
+    if "tenant" not in table:
+        raise SettingsError(f'{place} has no tenant: add tenant = "name"')
+    is_admin = table.get("admin", False)
+    if not isinstance(is_admin, bool):
+        raise SettingsError(f"{place} has an admin that is no boolean: use true or false")
+    limits = {name: _limit(place, name, table[name]) for name in _LOWEST if name in table}
+    digest = _digest(place, table["key"]) if "key" in table else _hex_digest(place, table["sha256"])
+    return _Entry(place, digest, Tenant(_name(place, table["tenant"]), is_admin, **limits))
+
+
+def _environment_entries(text: str) -> list[_Entry]:
+    # An empty variable is most likely a secret that did not arrive: to open the server then would be the worst answer.
+    if not text.strip():
+        raise SettingsError(f"{VARIABLE} is empty: give tenant:key, or unset it to let everybody in")
+    entries = []
+    for number, each in enumerate(text.split(","), 1):
+        place = f"entry {number} of {VARIABLE}"
+        before, colon, after = each.strip().partition(":")
+        name, key = (before, after) if colon else ("default", before)
+        tenant = Tenant(_name(place, name))
+        entries.append(_Entry(place, _digest(place, key), tenant))
+    return entries
+
+
+def _name(place: str, name: Any) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SettingsError(f"{place} has a bad tenant: use 1 to 64 letters, digits, dots, dashes and underscores")
+    if name.startswith("sk-"):  # tenants are shown in logs and metrics
+        raise SettingsError(f"{place} has a tenant that looks like a key: the tenant comes first, then its key")
+    return name
+
+
+def _digest(place: str, key: Any) -> bytes:
+    if not isinstance(key, str) or len(key) < SHORTEST_KEY:
+        raise SettingsError(f"{place} has a key that is too short: use a string of {SHORTEST_KEY} characters or more")
+    if not _KEY.fullmatch(key):
+        raise SettingsError(f"{place} has a key that no header can carry: use printable ASCII without spaces")
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _hex_digest(place: str, text: Any) -> bytes:
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise SettingsError(f"{place} has a sha256 that is none: use 64 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def _limit(place: str, name: str, value: Any) -> int:
+    lowest = _LOWEST[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SettingsError(f"{place} has a {name} that is no whole number: use {lowest} or more, or leave it out")
+    if value < lowest:
+        raise SettingsError(f"{place} has {name} = {value}: use {lowest} or more, or leave it out")
+    return value
+
+
+def _check_together(entries: list[_Entry]) -> None:
+    by_digest: dict[bytes, _Entry] = {}
+    by_name: dict[str, _Entry] = {}
+    for entry in entries:
+        same_key = by_digest.setdefault(entry.digest, entry)
+        if same_key is not entry:
+            raise SettingsError(f"{same_key.place} and {entry.place} have the same key: remove one")
+        same_name = by_name.setdefault(entry.tenant.name, entry)
+        if same_name.tenant.limits != entry.tenant.limits:
+            raise SettingsError(
+                f"{same_name.place} and {entry.place} are of one tenant with different limits: make them equal"
+            )
+
+
+def _known() -> str:
+    return f"{', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}"

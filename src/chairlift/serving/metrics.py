@@ -1,0 +1,290 @@
+"""Metrics: what the server counts and times, for Prometheus; docs/metrics.md has the table.
+
+With several HTTP processes, each counts into files in PROMETHEUS_MULTIPROC_DIR and any of them answers for all. vLLM's
+names are a view, made when somebody scrapes: they cost nothing while tokens flow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from chairlift.core.errors import SettingsError
+from chairlift.serving.messages import Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every Prometheus reads
+REASONS = ("stop", "length", "abort", "error")
+REFUSALS = ("queue_full", "tenant_limit", "draining", "engine_down", "invalid", "timeout")
+
+# vLLM's edges. Ours are these and finer ones below, where a small model on a fast machine lives.
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_PER_TOKEN = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_FINE_PER_TOKEN = (0.001, 0.002, 0.003, 0.005, 0.0075, *_PER_TOKEN[:1], 0.015, 0.02, *_PER_TOKEN[1:])
+_FINE_REQUEST = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, *_REQUEST)
+_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+_STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+_STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+# What vLLM has too, and the edges to keep where ours are finer.
+VLLM: dict[str, Sequence[float] | None] = {
+    **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions")),
+    **dict.fromkeys(("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")),
+    **dict.fromkeys(("request_success", "iteration_tokens_total", "time_to_first_token_seconds")),
+    **dict.fromkeys(("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens")),
+    **dict.fromkeys(("request_params_n", "request_params_max_tokens")),
+    **dict.fromkeys(("inter_token_latency_seconds", "request_time_per_output_token_seconds"), _PER_TOKEN),
+    **dict.fromkeys(("e2e_request_latency_seconds", "request_queue_time_seconds"), _REQUEST),
+    **dict.fromkeys(("request_prefill_time_seconds", "request_decode_time_seconds"), _REQUEST),
+    "request_inference_time_seconds": _REQUEST,
+}
+# Of a request's n answers the longest: the same where n is 1, which is all that we are told.
+_UNDER_ANOTHER_NAME = {"request_max_num_generation_tokens": "request_generation_tokens"}
+
+
+def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
+    """The same values under vLLM's names, labels and edges."""
+    ours = {family.name: family for family in families}
+    for name, edges in VLLM.items():
+        family = ours[f"chairlift:{_UNDER_ANOTHER_NAME.get(name, name)}"]
+        copy = Metric(f"vllm:{name}", family.documentation, family.type)
+        kept = None if edges is None else {*edges, float("inf")}
+        for sample in family.samples:
+            edge = sample.labels.get("le")
+            # Buckets are cumulative: leaving an edge out moves nothing to another.
+            if kept is None or edge is None or float(edge) in kept:
+                suffix = sample.name.removeprefix(family.name)
+                copy.add_sample(copy.name + suffix, {**sample.labels, "engine": "0"}, sample.value)
+        yield copy
+
+
+COMPAT: dict[str, Callable[[Iterable[Metric]], Iterator[Metric]]] = {"vllm": as_vllm}
+
+
+class _Page(Collector):
+    """Everything that one scrape gets."""
+
+    def __init__(self, source: Collector, compat: str | None) -> None:
+        self._source = source
+        self._compat = compat
+
+    def collect(self) -> Iterator[Metric]:
+        families = list(self._source.collect())
+        for family in families:
+            # When a series began: a third more lines, and Prometheus does not read them from this format.
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        yield from families
+        if self._compat is not None:
+            yield from COMPAT[self._compat](families)
+
+
+class Metrics:
+    """Every metric of one HTTP process; its methods say what has happened.
+
+    >>> metrics = Metrics("smollm2")
+    >>> metrics.first_token(0.05)
+    >>> b'chairlift:generation_tokens_total{model_name="smollm2"} 1.0' in metrics.render()[0]
+    True
+    """
+
+    def __init__(self, model: str, *, compat: str | None = None, registry: CollectorRegistry | None = None) -> None:
+        if compat is not None and compat not in COMPAT:
+            raise SettingsError(f"metrics compat is {compat!r}: choose one of {', '.join(COMPAT)}, or none")
+        self._model = model
+        self._compat = compat
+        self._registry = registry or CollectorRegistry()
+        self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        self._up = self._has_been_up = self._hears_engine = False
+        # With several processes, one that replaces another must not count again what that one has counted already.
+        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 6
+
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that were computed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._n = self._histogram("request_params_n", "Answers asked for.", (1, 2, 5, 10, 20))
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens, where given.", _TOKENS)
+        self._request_prompt = self._histogram("request_prompt_tokens", "A request's prompt tokens.", _TOKENS)
+        self._request_output = self._histogram("request_generation_tokens", "A request's output tokens.", _TOKENS)
+
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
+        self._itl = self._histogram("inter_token_latency_seconds", "From one token to the next.", _FINE_PER_TOKEN)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "A request's mean time per token after the first.", _FINE_PER_TOKEN
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _FINE_REQUEST)
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to a seat.", _FINE_REQUEST)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From seat to first token.", _FINE_REQUEST)
+        self._decode = self._histogram("request_decode_time_seconds", "From first to last token.", _FINE_REQUEST)
+        self._inference = self._histogram("request_inference_time_seconds", "From seat to last token.", _FINE_REQUEST)
+        self._ended = self._family("request_success", "Requests that have ended, by reason.", "finished_reason")
+        self._refused = self._family("requests_refused", "Refused before the engine, by reason.", "reason")
+        # A series that starts at 0 shows its first event in a rate; one that appears with it does not.
+        for family, reasons in ((self._ended, REASONS), (self._refused, REFUSALS)):
+            for reason in reasons:
+                family.labels(model, reason)
+
+        self._running = self._gauge("num_requests_running", "Sequences in the batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Sequences in the queue.")
+        self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
+        self._engine_counters = (
+            self._counter("requests_submitted", "Requests that reached the engine."),
+            self._counter("requests_finished", "Requests that the engine finished."),
+            self._counter("requests_aborted", "Requests whose client left or whose time was over."),
+            self._counter("requests_rejected", "Requests that the engine would not take."),
+            self._counter("requests_failed", "Requests that ended in an error of the engine."),
+            self._counter("num_preemptions", "Times a sequence gave up its memory to another."),
+        )
+        self._counter("prefix_cache_queries", "Tokens looked up in a prefix cache; there is none yet.")
+        self._counter("prefix_cache_hits", "Tokens found in a prefix cache; there is none yet.")
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens in a step.", _STEP_TOKENS)
+        self._step = self._histogram("step_seconds", "Time of a step.", _STEP)
+        self._engine_up = self._gauge("engine_up", "1 while the engine answers.")
+        self._restarts = self._counter("engine_restarts", "Times the engine came up again.")
+
+        self._lag = self._histogram("event_loop_lag_seconds", "How late the HTTP process's event loop runs.", _LAG)
+        self._http = self._family("http_requests", "HTTP responses.", "route", "status")
+        self._http_seconds = Histogram(
+            "chairlift:http_request_seconds",
+            "From an HTTP request to the last byte of its response.",
+            ("model_name", "route"),
+            buckets=_FINE_REQUEST,
+            registry=self._registry,
+        )
+
+    # ---- a request
+
+    def submitted(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
+        """A request was handed to the engine."""
+        self._n.observe(n)
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
+
+    def first_token(self, ttft: float) -> None:
+        """An answer's first token came, so many seconds after its request; once for each of its n answers."""
+        self._ttft.observe(ttft)
+        self._generation_tokens.inc()
+
+    def between_tokens(self, seconds: float) -> None:
+        """An answer's next token came, so long after the one before."""
+        self._itl.observe(seconds)
+        self._generation_tokens.inc()
+
+    def ended(
+        self,
+        reason: str,
+        *,
+        e2e: float,
+        output_tokens: int,
+        prompt_tokens: int,
+        queue: float | None,
+        prefill: float | None,
+        decode: float | None,
+    ) -> None:
+        """A request is over; the parts of its time are None where it never came so far."""
+        self._ended.labels(self._model, reason).inc()
+        self._e2e.observe(e2e)
+        self._request_prompt.observe(prompt_tokens)
+        self._request_output.observe(output_tokens)
+        if queue is not None:
+            self._queue.observe(queue)
+        if prefill is not None:
+            self._prompt_tokens.inc(prompt_tokens)
+            self._prefill.observe(prefill)
+            self._inference.observe(prefill + (decode or 0.0))
+        if decode is not None:
+            self._decode.observe(decode)
+            if output_tokens > 1:
+                self._tpot.observe(decode / (output_tokens - 1))
+
+    def refused(self, reason: str) -> None:
+        """A request was refused before it reached the engine."""
+        self._refused.labels(self._model, reason).inc()
+
+    # ---- the engine
+
+    def engine(self, stats: Stats) -> None:
+        """The engine has made a step, or its counts have changed."""
+        s = stats
+        self._hears_engine = True
+        self._running.set(s.running)
+        self._waiting.set(s.waiting)
+        self._kv.set(1 - s.free_blocks / s.total_blocks if s.total_blocks else 0.0)
+        if s.step_seconds:
+            self._step.observe(s.step_seconds)
+            self._step_tokens.observe(s.step_tokens)
+        totals = (s.submitted, s.finished, s.aborted, s.rejected, s.failed, s.preemptions)
+        if totals != self._totals:
+            self._count_up(totals)
+
+    def engine_state(self, up: bool) -> None:
+        """The engine has come up or gone down."""
+        self._engine_up.set(up)
+        if not up:
+            for gauge in (self._running, self._waiting, self._kv):
+                gauge.set(0)
+        # Of several processes that all see it come back, the one that hears its statistics counts.
+        if up and not self._up and self._has_been_up and (self._hears_engine or not self._is_shared):
+            self._restarts.inc()
+        self._up = up
+        self._has_been_up |= up
+
+    def _count_up(self, totals: tuple[int, ...]) -> None:
+        before = totals if self._totals is None else self._totals
+        if any(new < old for new, old in zip(totals, before, strict=True)):
+            before = (0,) * 6  # another engine, which has counted from 0
+        for counter, new, old in zip(self._engine_counters, totals, before, strict=True):
+            if new > old:
+                counter.inc(new - old)
+        self._totals = totals
+
+    # ---- the HTTP process
+
+    def loop_lag(self, seconds: float) -> None:
+        """The event loop ran so late."""
+        self._lag.observe(seconds)
+
+    def responded(self, route: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered; `route` is the template, never the raw path."""
+        self._http.labels(self._model, route, status).inc()
+        self._http_seconds.labels(self._model, route).observe(seconds)
+
+    def render(self) -> tuple[bytes, str]:
+        """All metrics of all HTTP processes as text, and its content type."""
+        source = self._registry
+        if self._is_shared:
+            source = CollectorRegistry()
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]
+        return generate_latest(_Page(source, self._compat)), CONTENT_TYPE
+
+    # ---- making them, labels resolved once
+
+    def _family(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"chairlift:{name}", text, ("model_name", *labels), registry=self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._family(name, text).labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        # Only the process that hears the engine sets them: the latest value of any process is the value.
+        gauge = Gauge(
+            f"chairlift:{name}", text, ("model_name",), registry=self._registry, multiprocess_mode="mostrecent"
+        )
+        return gauge.labels(self._model)
+
+    def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
+        histogram = Histogram(f"chairlift:{name}", text, ("model_name",), buckets=edges, registry=self._registry)
+        return histogram.labels(self._model)

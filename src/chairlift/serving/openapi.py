@@ -1,0 +1,220 @@
+"""The API's description, for tools that read OpenAPI."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift import __version__
+
+Schema = dict[str, Any]
+
+
+def _number(low: float | None = None, high: float | None = None, **more: Any) -> Schema:
+    found: Schema = {"type": ["number", "null"], **more}
+    if low is not None:
+        found["minimum"] = low
+    if high is not None:
+        found["maximum"] = high
+    return found
+
+
+def _whole(low: int | None = None, high: int | None = None) -> Schema:
+    return {**_number(low, high), "type": ["integer", "null"]}
+
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_SWITCH: Schema = {"type": ["boolean", "null"]}
+_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+_SAMPLING: dict[str, Schema] = {
+    "model": {"type": ["string", "null"]},
+    "temperature": _number(0),
+    "top_p": _number(0, 1, exclusiveMinimum=0),
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "n": _whole(1),
+    "seed": _whole(-(2**63), 2**63 - 1),
+    "max_tokens": _whole(1),
+    "min_tokens": _whole(0),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0, exclusiveMinimum=0),
+    "stop": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 32}, {"type": "null"}]},
+    "stop_token_ids": {"anyOf": [{**_IDS, "maxItems": 256}, {"type": "null"}]},
+    "logit_bias": {
+        "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,6}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": 1024,
+    },
+    "allowed_token_ids": {"anyOf": [{**_IDS, "minItems": 1}, {"type": "null"}]},
+    "bad_words": {"anyOf": [{"type": "array", "items": _TEXT, "maxItems": 256}, {"type": "null"}]},
+    "ignore_eos": _SWITCH,
+    "include_stop_str_in_output": _SWITCH,
+    "skip_special_tokens": _SWITCH,
+    "prompt_logprobs": _whole(0, 64),
+    "stream": _SWITCH,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _SWITCH}},
+    "timeout": _number(0, 604800, exclusiveMinimum=0),
+    "priority": _whole(-(2**31), 2**31),
+    "cache_salt": {"type": ["string", "null"], "minLength": 1, "maxLength": 256},
+    "request_id": {"type": ["string", "null"], "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+    "return_token_ids": _SWITCH,
+    "user": {"type": ["string", "null"]},
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "user", "assistant"]},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+            ]
+        },
+    },
+}
+_CHAT: Schema = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        **_SAMPLING,
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 4096},
+        "max_completion_tokens": _whole(1),
+        "logprobs": _SWITCH,
+        "top_logprobs": _whole(0, 64),
+        "add_generation_prompt": _SWITCH,
+        "continue_final_message": _SWITCH,
+        "chat_template_kwargs": {"type": ["object", "null"]},
+        "response_format": {
+            "anyOf": [
+                {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
+                {"type": "null"},
+            ]
+        },
+    },
+}
+_COMPLETION: Schema = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {
+        **_SAMPLING,
+        "prompt": {
+            "anyOf": [
+                _TEXT,
+                {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 256},
+                {**_IDS, "minItems": 1},
+                {"type": "array", "items": {**_IDS, "minItems": 1}, "minItems": 1, "maxItems": 256},
+            ]
+        },
+        "echo": _SWITCH,
+        "logprobs": _whole(0, 64),
+    },
+}
+_TOKENIZE: Schema = {
+    "type": "object",
+    "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "prompt": {"type": "string"},
+        "messages": _CHAT["properties"]["messages"],
+        "add_special_tokens": _SWITCH,
+        "return_token_strs": _SWITCH,
+    },
+}
+_DETOKENIZE: Schema = {
+    "type": "object",
+    "required": ["tokens"],
+    "properties": {"model": {"type": ["string", "null"]}, "tokens": _IDS},
+}
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSALS = {
+    "400": "the request is not valid",
+    "401": "no valid API key",
+    "403": "the key may not do that",
+    "404": "no such model",
+    "408": "the request's time was over",
+    "413": "the body is too large",
+    "429": "too many requests: Retry-After says when to come back",
+    "500": "the engine failed",
+    "503": "the engine is not there: Retry-After says when to come back",
+}
+
+
+def _reply(kinds: dict[str, Schema], *refusals: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "the answer", "content": {kind: {"schema": schema} for kind, schema in kinds.items()}},
+        **{status: {"description": _REFUSALS[status], "content": error} for status in refusals},
+    }
+
+
+def _post(summary: str, body: Schema, *refusals: str, streams: bool = False) -> dict[str, Any]:
+    kinds: dict[str, Schema] = {"application/json": {"type": "object"}}
+    if streams:
+        kinds["text/event-stream"] = {"type": "string"}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "responses": _reply(kinds, "400", "401", "404", "413", "503", *refusals),
+        }
+    }
+
+
+def _get(summary: str, *refusals: str, kind: str = "application/json") -> dict[str, Any]:
+    schema = {"type": "object"} if kind == "application/json" else {"type": "string"}
+    return {"get": {"summary": summary, "responses": _reply({kind: schema}, *refusals)}}
+
+
+def describe(model: str) -> Schema:
+    """The whole API as OpenAPI 3.1."""
+    more = ("403", "408", "429", "500")
+    named: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "example": model}}
+    one_model = _get("The model by its name", "401", "404")
+    one_model["get"]["parameters"] = [named]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Chairlift", "version": __version__, "description": f"OpenAI-compatible API for {model}."},
+        "paths": {
+            "/v1/chat/completions": _post("A conversation's next message", _CHAT, *more, streams=True),
+            "/v1/completions": _post("A text's continuation", _COMPLETION, *more, streams=True),
+            "/v1/models": _get("The models that are served", "401"),
+            "/v1/models/{name}": one_model,
+            "/v1/embeddings": {"post": {"summary": "Refused", "responses": _reply({}, "401", "404")}},
+            "/tokenize": _post("Text or a conversation to token ids", _TOKENIZE),
+            "/detokenize": _post("Token ids to text", _DETOKENIZE),
+            "/health": _get("Whether requests are being served", "503"),
+            "/ready": _get("Whether new requests are welcome", "503"),
+            "/version": _get("Which Chairlift this is"),
+            "/metrics": _get("For Prometheus", "401", "403", kind="text/plain"),
+            "/openapi.json": _get("This description"),
+        },
+        "components": {
+            "schemas": {"Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

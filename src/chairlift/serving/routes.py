@@ -1,0 +1,161 @@
+"""The routes: what each answers, and who may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from starlette.responses import Response
+
+from chairlift import __version__
+from chairlift.core.errors import RequestError
+from chairlift.openai.params import get
+from chairlift.serving.failures import Failure
+from chairlift.serving.openapi import describe
+from chairlift.serving.service import Call, check_model, json_response
+
+
+class Access(Enum):
+    """Who may use a route once keys are configured."""
+
+    OPEN = "open"
+    USER = "user"
+    ADMIN = "admin"
+
+
+Endpoint = Callable[[Call], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path with a method, and its endpoint. There is no default access: each says its own."""
+
+    method: str
+    path: str
+    access: Access
+    endpoint: Endpoint
+
+
+async def chat_completions(call: Call) -> Response:
+    """A conversation's next message."""
+    return await call.generate(chat=True)
+
+
+async def completions(call: Call) -> Response:
+    """A text's continuation."""
+    return await call.generate(chat=False)
+
+
+async def models(call: Call) -> Response:
+    """The one model."""
+    return json_response({"object": "list", "data": [_model(call)]})
+
+
+async def model(call: Call) -> Response:
+    """The model by its name."""
+    check_model(call.http.path_params["name"], call.service.model)
+    return json_response(_model(call))
+
+
+def _model(call: Call) -> dict[str, Any]:
+    hello = call.service.client.hello
+    return {
+        "id": call.service.model,
+        "object": "model",
+        "created": call.service.started,
+        "owned_by": "chairlift",
+        "max_model_len": None if hello is None else hello.max_length,
+    }
+
+
+async def embeddings(call: Call) -> Response:
+    """Not with a language model that only generates."""
+    raise Failure(
+        f"{call.service.model} gives no embeddings: use /v1/chat/completions or /v1/completions, or serve a model "
+        "that does",
+        404,
+        "invalid_request_error",
+        "embeddings_not_supported",
+    )
+
+
+async def tokenize(call: Call) -> Response:
+    """Text, or a conversation, to token ids."""
+    body = await call.body()
+    hello, reader = call.service.hello, call.service.reader
+    check_model(body.get("model"), call.service.model)
+    if "messages" in body:
+        ids = await reader.chat_prompt(body)
+    elif isinstance(prompt := body.get("prompt"), str):
+        special = get(body, "add_special_tokens", "true or false")
+        ids = await reader.encode(prompt, special is not False) if prompt else []
+    else:
+        raise RequestError('prompt must be a string, or messages a conversation: {"prompt": "Hello"}')
+    shown: dict[str, Any] = {"count": len(ids), "max_model_len": hello.max_length, "tokens": ids}
+    if get(body, "return_token_strs", "true or false"):
+        shown["token_strs"] = [reader.decode([token]) for token in ids]
+    return json_response(shown)
+
+
+async def detokenize(call: Call) -> Response:
+    """Token ids to text."""
+    body = await call.body()
+    hello, reader = call.service.hello, call.service.reader
+    check_model(body.get("model"), call.service.model)
+    ids = get(body, "tokens", "a list of whole numbers")
+    if ids is None:
+        raise RequestError('tokens must be a list of token ids: {"tokens": [1, 2, 3]}')
+    for token in ids:
+        if not 0 <= token < hello.vocab_size:
+            raise RequestError(f"tokens holds {token}, but the model's ids go from 0 to {hello.vocab_size - 1}")
+    return json_response({"prompt": reader.decode(ids)})
+
+
+async def health(call: Call) -> Response:
+    """Whether requests are being served, in truth: 503 when the engine is gone, stuck or not there yet."""
+    trouble = call.service.client.trouble
+    if trouble is not None:
+        return json_response({"status": "unhealthy", "reason": trouble}, 503)
+    return json_response({"status": "ok"})
+
+
+async def ready(call: Call) -> Response:
+    """Whether new requests are welcome: not while draining, either."""
+    trouble = "the server is shutting down" if call.service.is_draining else call.service.client.trouble
+    if trouble is not None:
+        return json_response({"status": "not ready", "reason": trouble}, 503)
+    return json_response({"status": "ready"})
+
+
+async def metrics(call: Call) -> Response:
+    """For Prometheus."""
+    content, kind = call.service.metrics.render()
+    return Response(content, media_type=kind)
+
+
+async def version(call: Call) -> Response:
+    """Which Chairlift this is."""
+    return json_response({"version": __version__})
+
+
+async def openapi(call: Call) -> Response:
+    """All of this, for machines."""
+    return json_response(describe(call.service.model))
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", Access.USER, chat_completions),
+    Route("POST", "/v1/completions", Access.USER, completions),
+    Route("GET", "/v1/models", Access.USER, models),
+    Route("GET", "/v1/models/{name:path}", Access.USER, model),
+    Route("POST", "/v1/embeddings", Access.USER, embeddings),
+    Route("POST", "/tokenize", Access.USER, tokenize),
+    Route("POST", "/detokenize", Access.USER, detokenize),
+    Route("GET", "/health", Access.OPEN, health),
+    Route("GET", "/ready", Access.OPEN, ready),
+    Route("GET", "/version", Access.OPEN, version),
+    Route("GET", "/openapi.json", Access.OPEN, openapi),
+    Route("GET", "/metrics", Access.ADMIN, metrics),
+)

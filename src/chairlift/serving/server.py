@@ -1,0 +1,307 @@
+"""The server: an HTTP process (or several) and the engine's, from the first line of output to the last request's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from chairlift.core.errors import ChairliftError, SettingsError
+from chairlift.models.checkpoint import open_checkpoint
+from chairlift.models.sources import resolve
+from chairlift.serving import logs
+from chairlift.serving.admission import Admission
+from chairlift.serving.app import App
+from chairlift.serving.asking import Reader
+from chairlift.serving.beat import Beat
+from chairlift.serving.engine_client import EngineClient
+from chairlift.serving.engine_process import Job
+from chairlift.serving.keys import Keyring
+from chairlift.serving.messages import Hello
+from chairlift.serving.metrics import Metrics
+from chairlift.serving.service import Service
+from chairlift.serving.supervisor import Supervisor
+from chairlift.text.tokenizer import Tokenizer
+from chairlift.vocabulary import read_tokenizer
+
+log = logging.getLogger("chairlift")
+
+_HEADERS = 64 << 10  # bytes of a request's head
+_LAG_EVERY = 0.5  # seconds between two looks at the event loop's lag
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How to serve: what the command line said, in one place, and readable by further HTTP processes."""
+
+    model: str
+    name: str
+    settings: dict[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    max_waiting: int = 256
+    max_waiting_tokens: int | None = None
+    timeout: float | None = None
+    grace: float = 30.0
+    max_body: int = 8 << 20
+    keys: str | None = None
+    origins: list[str] = []
+    certificate: str | None = None
+    private_key: str | None = None
+    metrics_compat: str | None = None
+    log_format: str = "auto"
+    log_level: str = "info"
+    engine_command: list[str] | None = None
+    folder: str = ""  # where the sockets are; made at start
+
+    def socket_of(self, worker: int) -> str:
+        """Where one HTTP process waits for the engine."""
+        return f"ipc://{self.folder}/http-{worker}"
+
+
+async def serve(plan: Plan, say: Callable[[str], None]) -> int:
+    """Run until told to stop; the exit code."""
+    keyring = Keyring.read(Path(plan.keys) if plan.keys else None, os.environ)
+    for warning in keyring.warnings if keyring else []:
+        say(f"warning: {warning}")
+    if keyring is None and plan.host not in ("127.0.0.1", "::1", "localhost"):
+        say(f"warning: {plan.host} can be reached by others and no API keys are set: anyone may use this server")
+    listener = listen(plan.host, plan.port)
+    plan = msgspec.structs.replace(plan, port=listener.getsockname()[1])
+    with runtime_folder() as folder:
+        plan = msgspec.structs.replace(plan, folder=str(folder))
+        if plan.workers > 1:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "metrics")
+            (folder / "metrics").mkdir()
+        beat = Beat(folder / "beat")
+        sockets = [plan.socket_of(worker) for worker in range(plan.workers)]
+        job = Job(plan.model, plan.settings, sockets, str(folder / "beat"), progress=sys.stderr.isatty())
+        supervisor = Supervisor(job, beat, plan.engine_command)
+        process = HttpProcess(plan, 0, listener, beat, keyring)
+        await process.client.open()
+        supervisor.start()
+        try:
+            await first_hello(process.client, supervisor)
+            helpers = Helpers(plan, listener.fileno())
+            say(banner(plan, process.client.hello))
+            with contextlib.suppress(asyncio.CancelledError):
+                await process.run(on_drain=helpers.drain)
+            await helpers.stop()
+        finally:
+            await process.client.close()
+            await supervisor.stop()
+    return 0
+
+
+async def first_hello(client: EngineClient, supervisor: Supervisor) -> None:
+    """Wait for the model to be loaded; what goes wrong before that ends the server with a word."""
+    while client.hello is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.wait(), 0.2)
+        if client.broken is not None:
+            raise ChairliftError(client.broken)
+        if supervisor.restarts or (supervisor.exit_code or 0) > 3 or (supervisor.exit_code or 0) < 0:
+            raise ChairliftError("the engine process ended while it loaded the model: see above for why")
+
+
+def banner(plan: Plan, hello: Hello | None) -> str:
+    """What a person sees when it is ready."""
+    assert hello is not None
+    scheme = "https" if plan.certificate else "http"
+    host = f"[{plan.host}]" if ":" in plan.host else plan.host
+    address = f"{scheme}://{'127.0.0.1' if plan.host == '0.0.0.0' else host}:{plan.port}"
+    key = ' -H "Authorization: Bearer $KEY"' if plan.keys or os.environ.get("CHAIRLIFT_API_KEYS") else ""
+    return (
+        f"\n  model      {plan.name} ({hello.dtype} on {hello.device})\n"
+        f"  KV cache   {hello.capacity}\n"
+        f"  batch      up to {hello.max_sequences} sequences, {hello.step_tokens:,} tokens a step\n"
+        f"  address    {address}/v1   (health: /health, metrics: /metrics)\n\n"
+        f"  try it:\n"
+        f"  curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64}}\'\n'
+    )
+
+
+class HttpProcess:
+    """One process's HTTP side: its line to the engine, the app and uvicorn."""
+
+    def __init__(self, plan: Plan, number: int, listener: socket.socket, beat: Beat, keyring: Keyring | None) -> None:
+        self._plan = plan
+        self._listener = listener
+        self._keyring = keyring
+        self._metrics = Metrics(plan.name, compat=plan.metrics_compat)
+        self.client = EngineClient(plan.socket_of(number), beat, self._metrics)
+        self._reader = Reader(plan.name, *tokenizer_of(plan))
+
+    def _service(self, hello: Hello) -> Service:
+        plan = self._plan
+        tokens = plan.max_waiting_tokens or hello.kv_tokens
+        # Each HTTP process admits its part: they do not know of each other.
+        admission = Admission(max(1, plan.max_waiting // plan.workers), max(1, tokens // plan.workers))
+        return Service(
+            plan.name,
+            self.client,
+            self._reader,
+            self._metrics,
+            admission,
+            self._keyring,
+            timeout=plan.timeout,
+            max_body=plan.max_body,
+        )
+
+    def _server(self, service: Service) -> _Server:
+        config = uvicorn.Config(
+            App(service, self._plan.origins),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http="h11",  # its bound on a request's head is one we rely on
+            h11_max_incomplete_event_size=_HEADERS,
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+            ssl_certfile=self._plan.certificate,
+            ssl_keyfile=self._plan.private_key,
+        )
+        return _Server(config)
+
+    async def run(self, on_drain: Callable[[], None] = lambda: None) -> None:
+        """Serve until SIGTERM or SIGINT; then finish what runs, within the grace time. A second signal ends it now."""
+        assert self.client.hello is not None, "the engine must be there first"
+        service = self._service(self.client.hello)
+        server = self._server(service)
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            if service.is_draining:
+                server.should_exit = server.force_exit = True
+            service.is_draining = True
+            stopping.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        lag = asyncio.create_task(self._watch_lag())
+        await stopping.wait()
+        on_drain()
+        log.info("draining: %d requests are under way, new ones are refused", self.client.live)
+        end = time.monotonic() + self._plan.grace
+        while self.client.live and time.monotonic() < end and not server.should_exit:
+            await asyncio.sleep(0.05)
+        if self.client.live:
+            log.warning("%d requests were not done in time and are ended", self.client.live)
+        await self.client.close()
+        server.should_exit = True
+        await serving
+        lag.cancel()
+
+    async def _watch_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(_LAG_EVERY)
+            self._metrics.loop_lag(max(0.0, loop.time() - before - _LAG_EVERY))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: draining is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
+class Helpers:
+    """Further HTTP processes on the same listening socket."""
+
+    def __init__(self, plan: Plan, descriptor: int) -> None:
+        self._plan = plan
+        self._descriptor = descriptor
+        self._processes = {worker: self._start(worker) for worker in range(1, plan.workers)}
+        self._task = asyncio.create_task(self._watch()) if self._processes else None
+
+    def _start(self, worker: int) -> subprocess.Popen[bytes]:
+        said = msgspec.json.encode([msgspec.to_builtins(self._plan), worker, self._descriptor]).decode()
+        command = [sys.executable, "-m", "chairlift.serving.http_process", said]
+        return subprocess.Popen(command, pass_fds=[self._descriptor], start_new_session=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for worker, process in self._processes.items():
+                if process.poll() is not None:
+                    log.error("HTTP process %d ended with code %s; it is started again", worker, process.returncode)
+                    self._processes[worker] = self._start(worker)
+
+    def drain(self) -> None:
+        """Tell them all to finish."""
+        if self._task is not None:
+            self._task.cancel()
+        for process in self._processes.values():
+            process.terminate()
+
+    async def stop(self) -> None:
+        """Wait for their end, a little longer than their grace."""
+        end = time.monotonic() + self._plan.grace + 5
+        for process in self._processes.values():
+            try:
+                await asyncio.to_thread(process.wait, max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def tokenizer_of(plan: Plan) -> tuple[Tokenizer | None, str]:
+    """The model's tokenizer, which only the HTTP side needs."""
+    if plan.settings.get("load_format") == "dummy":
+        return None, "random weights have no tokenizer"
+    return read_tokenizer(open_checkpoint(resolve(plan.model, progress=False)))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket, or one line that says why there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
+        ) from None
+    listener.listen(2048)
+    listener.set_inheritable(True)
+    return listener
+
+
+@contextlib.contextmanager
+def runtime_folder() -> Iterator[Path]:
+    """A private folder for sockets, gone afterwards. Its path is short: a socket's name may have some 100 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="chairlift-", dir="/tmp" if Path("/tmp").is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(plan: Plan, say: Callable[[str], None]) -> int:
+    """The server, from a plain function."""
+    logs.set_up(plan.log_format, plan.log_level)
+    return asyncio.run(serve(plan, say))

@@ -1,0 +1,253 @@
+"""Service: what the routes share, and the way of one request through it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from chairlift.openai.chunks import ChatChunks, Chunks, Piece, TextChunks
+from chairlift.openai.options import Options, read_options
+from chairlift.openai.params import set_aside_unknown
+from chairlift.openai.replies import chat_completion, echoed, text_completion, usage
+from chairlift.serving.admission import Admission, Refused, Ticket
+from chairlift.serving.asking import Reader, off_loop
+from chairlift.serving.body import read_object
+from chairlift.serving.engine_client import EngineClient
+from chairlift.serving.failures import Failure, invalid, unavailable
+from chairlift.serving.generation import Answering, Asked
+from chairlift.serving.keys import Keyring, Tenant
+from chairlift.serving.messages import Hello
+from chairlift.serving.metrics import Metrics
+
+log = logging.getLogger("chairlift")
+Message = MutableMapping[str, Any]
+_ITEMS = 400_000  # members of all lists and objects in a body: a very long prompt in token ids
+_BODY_SECONDS = 60.0  # for a client to send its body
+_DONE = b"data: [DONE]\n\n"
+CLIENT_GONE = 499  # nobody reads it; it is what logs and metrics show
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """One HTTP process's view of the model it serves."""
+
+    model: str
+    client: EngineClient
+    reader: Reader
+    metrics: Metrics
+    admission: Admission
+    keyring: Keyring | None
+    timeout: float | None = None  # of requests that name none
+    max_body: int = 8 << 20
+    started: int = field(default_factory=lambda: int(time.time()))
+    is_draining: bool = False
+
+    @property
+    def hello(self) -> Hello:
+        """What the engine serves; without one there is nothing to do but to say so."""
+        if self.is_draining:
+            self.metrics.refused("draining")
+            raise unavailable("the server is shutting down: try another, or again in a moment", 5.0)
+        if (trouble := self.client.trouble) is not None:
+            self.metrics.refused("engine_down")
+            raise unavailable(trouble, 2.0)
+        assert self.client.hello is not None
+        return self.client.hello
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One HTTP request."""
+
+    service: Service
+    http: HttpRequest
+    tenant: Tenant | None
+    id: str
+    ignored: list[str]
+
+    async def body(self) -> dict[str, Any]:
+        """The JSON object that came with it, within bounds."""
+        most = self.service.max_body
+        too_large = invalid(f"the body is larger than {most:,} bytes: send less", status=413, code="body_too_large")
+        declared = self.http.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > most:
+            raise too_large
+        raw = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in self.http.stream():
+                    raw += part
+                    if len(raw) > most:
+                        raise too_large
+        except TimeoutError:
+            raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
+        return await off_loop(lambda: read_object(bytes(raw), max_items=_ITEMS), len(raw))
+
+    # ---- generating
+
+    async def generate(self, *, chat: bool) -> Response:
+        """Answer a chat or a plain completion, whole or as a stream."""
+        service = self.service
+        raw = await self.body()
+        hello = service.hello
+        body, self.ignored = set_aside_unknown(raw, chat=chat)
+        check_model(body.get("model"), service.model)
+        options = read_options(body)
+        self.id = options.request_id or self.id
+        self._check_priority(options)
+        asked = await (service.reader.chat if chat else service.reader.completion)(body, options, hello)
+        timeout = options.timeout if options.timeout is not None else service.timeout
+        answering = Answering(service.client, service.metrics, service.reader.tokenizer, timeout)
+        answering.start(asked, self._admit)
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
+        if options.stream:
+            return EventStream(answering, self._chunks(answering, options, name, chat), options, self.id)
+        return await self._whole(answering, options, name, chat)
+
+    def _admit(self, asked: Asked) -> Ticket:
+        service, params = self.service, asked.params
+        outputs = params.n * (params.max_tokens or 0)
+        try:
+            return service.admission.admit(self.tenant, len(asked.prompt), outputs, time.monotonic())
+        except Refused as error:
+            refusal = error.refusal
+            service.metrics.refused(refusal.reason)
+            raise Failure(
+                refusal.message, refusal.status, "rate_limit_error", refusal.reason, retry_after=refusal.retry_after
+            ) from None
+
+    def _check_priority(self, options: Options) -> None:
+        most = None if self.tenant is None else self.tenant.max_priority
+        if most is not None and options.priority > most:
+            raise Failure(
+                f"priority is {options.priority}, and this key may use up to {most}",
+                403,
+                "permission_error",
+                "priority_too_high",
+                "priority",
+            )
+
+    async def _whole(self, answering: Answering, options: Options, name: str, chat: bool) -> Response:
+        """Wait for the answer, or for the client to leave."""
+        work = asyncio.create_task(answering.finish())
+        gone = asyncio.create_task(until_gone(self.http.receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=CLIENT_GONE)
+            await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            answering.abort()
+        tokenizer, shown = self.service.reader.tokenizer, {"id": name, "token_ids": options.return_token_ids}
+        model = self.service.model
+        if chat:
+            output = answering.outputs[0]
+            top = answering.generations[0].asked.params.logprobs
+            return json_response(chat_completion(output, model, top, tokenizer, **shown))  # type: ignore[arg-type]
+        return json_response(
+            text_completion(
+                answering.outputs,
+                model,
+                tokenizer,
+                echo=options.echo,
+                no_output=options.no_output,
+                **shown,  # type: ignore[arg-type]
+            )
+        )
+
+    def _chunks(self, answering: Answering, options: Options, name: str, chat: bool) -> Chunks:
+        tokenizer = self.service.reader.tokenizer
+        first = answering.generations[0].asked
+        common = {"usage": options.include_usage, "token_ids": options.return_token_ids}
+        if chat:
+            top = first.params.logprobs or 0
+            return ChatChunks(name, self.service.model, tokenizer, top=top, prompt_ids=first.prompt, **common)
+        echo = None
+        if options.echo:
+            outputs = [output for output in answering.outputs for _ in output.outputs]
+            echo = [Piece(choice, echoed(output, tokenizer)) for choice, output in enumerate(outputs)]
+        return TextChunks(name, self.service.model, tokenizer, echo=echo, no_output=options.no_output, **common)
+
+
+class EventStream(Response):
+    """A streamed answer: it ends when the answer does, or when the client is gone."""
+
+    def __init__(self, answering: Answering, chunks: Chunks, options: Options, id: str) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._answering, self._chunks, self._options, self._id = answering, chunks, options, id
+
+    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
+        """Send it."""
+        gone = asyncio.create_task(until_gone(receive))
+        writing = asyncio.create_task(self._write(send))
+        try:
+            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                await writing
+        finally:
+            for task in (gone, writing):
+                task.cancel()
+            self._answering.abort()
+
+    async def _write(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Failure as failure:
+            log.warning("request failed in mid-stream: %s", failure, extra={"request_id": self._id})
+            await send({"type": "http.response.body", "body": sse(failure.body), "more_body": True})
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        async for pieces in self._answering.pieces():
+            if found := [sse(chunk) for piece in pieces for chunk in self._chunks.of(piece)]:
+                yield b"".join(found)
+        if self._options.include_usage:
+            used = usage(self._answering.outputs)
+            if self._options.no_output:
+                used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+            yield sse(self._chunks.usage(used))
+
+
+async def until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def check_model(asked: object, ours: str) -> None:
+    """A request for another model is a mistake; one for none means ours."""
+    if asked is not None and not isinstance(asked, str):
+        raise invalid(f"model is {asked!r}: use a string", param="model")
+    if asked not in (None, "", ours):
+        raise Failure(
+            f"there is no model {asked!r} here: use {ours!r}, the one that is served",
+            404,
+            "invalid_request_error",
+            "model_not_found",
+            "model",
+        )
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON, written fast."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def sse(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

@@ -1,0 +1,64 @@
+"""An engine process whose executor only pretends: real scheduler, real sockets, steps that take as long as they are told.
+
+The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_HANG (after so many steps, one that never ends).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from chairlift.core.blocks import BlockPool
+from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.engine.engine import Engine
+from chairlift.serving.engine_process import Job, main
+from chairlift.serving.messages import Hello
+
+STEP = float(os.environ.get("FAKE_STEP", "0.005"))
+SEQUENCES = int(os.environ.get("FAKE_SEQUENCES", "64"))
+HANG = int(os.environ.get("FAKE_HANG", "0"))
+LENGTH, VOCABULARY, BLOCK = 512, 320, 16
+
+
+class Clock:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class Pretender:
+    """Tokens that follow from position alone: text, never an end."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        self._steps += 1
+        time.sleep(1e9 if HANG and self._steps == HANG else STEP)
+        return StepResult([100 + sequence.computed % 100 for sequence in plan.samples])
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
+
+
+def build(job: Job) -> tuple[Engine, Hello, float]:
+    limits = Limits(SEQUENCES, max(512, SEQUENCES), LENGTH, VOCABULARY)
+    pool = BlockPool(SEQUENCES * LENGTH // BLOCK, BLOCK)
+    hello = Hello(
+        model=job.model,
+        device="none",
+        dtype="none",
+        max_sequences=SEQUENCES,
+        step_tokens=limits.step_tokens,
+        max_length=LENGTH,
+        vocab_size=VOCABULARY,
+        block_size=BLOCK,
+        kv_tokens=pool.total * BLOCK,
+        capacity=f"{pool.total * BLOCK:,} tokens",
+        eos_ids=[1],
+    )
+    return Engine(Scheduler(limits, pool), Pretender(), Clock()), hello, 0.0
+
+
+if __name__ == "__main__":
+    main(build)
