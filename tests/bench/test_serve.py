@@ -272,9 +272,7 @@ def test_a_body_split_anywhere_is_read_the_same(size: int) -> None:
         reader = Reader(record, 0)
         exchange = Exchange(b"", Reply(), reader.take)
         for at in range(0, len(stream), size):
-            piece = stream[at : at + size]
-            exchange.get_buffer(-1)[: len(piece)] = piece
-            exchange.buffer_updated(len(piece))
+            exchange.data_received(stream[at : at + size])
         await exchange.done
         reader.close(1)
         return record

@@ -1,6 +1,6 @@
-"""An engine process whose executor only pretends: real scheduler, real sockets, steps that take as long as they are told.
+"""An engine process whose executor only pretends: real scheduler, real sockets, steps as long as told.
 
-The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_HANG (after so many steps, one that never ends).
+The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_HANG (the step that never ends).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A small HTTP/1.1 client for thousands of streams on one event loop: one connection for each request, no waiting task
-woken for each piece of a body.
-"""
+"""A small HTTP/1.1 client for thousands of streams: a connection for each, and no task woken for pieces of a body."""
 
 from __future__ import annotations
 
@@ -148,14 +146,13 @@ class Chunks:
         return b"".join(parts)
 
 
-class Exchange(asyncio.BufferedProtocol):
+class Exchange(asyncio.Protocol):
     """One request and its reply, on a connection of their own."""
 
     def __init__(self, request: bytes, reply: Reply, listener: Listener | None) -> None:
         self.reply = reply
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
-        self._buffer = bytearray(PIECE_BYTES)
         self._listener = listener
         self._head = b""
         self._read: Callable[[bytes], None] = self._read_head
@@ -168,16 +165,12 @@ class Exchange(asyncio.BufferedProtocol):
         transport.write(self._request)
         self._request = b""
 
-    def get_buffer(self, _sizehint: int) -> bytearray:
-        """Where the next bytes go: asyncio would make room for 256 KiB each time, which costs as much as reading."""
-        return self._buffer
-
-    def buffer_updated(self, count: int) -> None:
+    def data_received(self, data: bytes) -> None:
         """Take in what has come; whatever is wrong with it is this request's failure and nobody else's."""
         if self.done.done():
             return
         try:
-            self._read(bytes(self._buffer[:count]))
+            self._read(data)
         except Exception as error:
             self.done.set_exception(error)
 
@@ -244,11 +237,28 @@ class Exchange(asyncio.BufferedProtocol):
         self.done.set_result(None)
 
 
+class PlainExchange(Exchange, asyncio.BufferedProtocol):
+    """The same without TLS, into a small buffer of its own: asyncio makes room for 256 KiB at every read."""
+
+    # With TLS, asyncio may drop what a small buffer had no room for when the connection ends.
+    def __init__(self, request: bytes, reply: Reply, listener: Listener | None) -> None:
+        super().__init__(request, reply, listener)
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._buffer
+
+    def buffer_updated(self, count: int) -> None:
+        """Take in what is there now."""
+        self.data_received(bytes(self._buffer[:count]))
+
+
 async def exchange(server: Server, request: bytes, reply: Reply, listener: Listener | None = None) -> None:
     """Send a request and fill in its reply; what has come of it is there even when it fails."""
-    name = server.host if server.tls else None
+    kind, name = (Exchange, server.host) if server.tls else (PlainExchange, None)
     transport, under_way = await asyncio.get_running_loop().create_connection(
-        lambda: Exchange(request, reply, listener),
+        lambda: kind(request, reply, listener),
         *(server.address or (server.host, server.port)),
         ssl=server.tls,
         server_hostname=name,

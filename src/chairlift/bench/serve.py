@@ -8,6 +8,7 @@ import json
 import random
 import re
 import resource
+import ssl
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -255,8 +256,10 @@ async def reach(plan: Plan) -> tuple[Server, str]:
             server = await server.found()
             reply = await http.get(server, "/v1/models")
     except (OSError, ReplyError) as error:
+        is_certificate = isinstance(error, ssl.SSLCertVerificationError)
+        remedy = "name its certificate in SSL_CERT_FILE" if is_certificate else "start it, or give its --url"
         reason = reason_of(error, REACH_TIMEOUT)
-        raise ChairliftError(f"no server answers at {server.url} ({reason}): start it, or give its --url") from None
+        raise ChairliftError(f"no server answers at {server.url} ({reason}): {remedy}") from None
     if reply.status in (401, 403):
         raise ChairliftError(f"{server.url} wants another API key (HTTP {reply.status}): give it with --api-key")
     if plan.model:
