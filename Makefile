@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test check bench clean
+.PHONY: serve chat test check bench clean
+
+serve: $(VENV)/.run
+	@$(BIN)/chairlift serve
 
 chat: $(VENV)/.run
 	@$(BIN)/chairlift chat

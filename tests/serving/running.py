@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+_TRUST = ssl.create_default_context()  # httpx would make one for each request, which takes longer than the request
 FAKE = [sys.executable, str(Path(__file__).parent / "fake_engine.py")]
 
 
@@ -27,13 +29,18 @@ class Running:
     url: str
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)  # what it has printed up to its address
+    key: str | None = None  # sent with every request, if there is one
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **more)
+        return httpx.get(self.url + path, **{"timeout": 30, "headers": self.headers, "verify": _TRUST, **more})
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(self.url + path, timeout=60, **content, **more)
+        return httpx.post(self.url + path, **content, **{"timeout": 60, "headers": self.headers, "verify": _TRUST, **more})
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of ours."""
@@ -42,6 +49,16 @@ class Running:
                 if sample.name == f"chairlift:{name}" and labels.items() <= sample.labels.items():
                     return sample.value
         raise AssertionError(f"no metric {name} {labels}")
+
+    def is_idle(self) -> bool:
+        """Whether every request the engine was given has ended, one way or another, and has left nothing behind."""
+        samples = [
+            each for family in text_string_to_metric_families(self.get("/metrics").text) for each in family.samples
+        ]
+        found = {sample.name.removeprefix("chairlift:"): sample.value for sample in samples}
+        ended = sum(found[f"requests_{way}_total"] for way in ("finished", "aborted", "rejected", "failed"))
+        held = (found[name] for name in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"))
+        return found["requests_submitted_total"] == ended and not any(held)
 
     def engine_pid(self) -> int:
         """The engine process, found as the child that runs one."""

@@ -54,6 +54,9 @@ def serve(
     metrics_compat: Annotated[
         Literal["vllm"] | None, typer.Option(help="Also expose metrics under vLLM's names, for existing dashboards.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Where to send OpenTelemetry traces over HTTP; needs chairlift[otel].")
+    ] = None,
     log_format: Annotated[
         Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")
     ] = "auto",
@@ -93,6 +96,7 @@ def serve(
         certificate=None if tls_cert is None else str(tls_cert),
         private_key=None if tls_key is None else str(tls_key),
         metrics_compat=metrics_compat,
+        otlp_endpoint=otlp_endpoint,
         log_format=log_format,
         log_level=log_level,
     )

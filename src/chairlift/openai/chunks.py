@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from chairlift.openai.replies import Scores, chat_logprobs, text_logprobs
+from chairlift.openai.replies import Scores, chat_logprobs, echoed, prompt_logprobs, text_logprobs
 
 if TYPE_CHECKING:
+    from chairlift.outputs import RequestOutput
     from chairlift.text.tokenizer import Tokenizer
 
 
@@ -34,15 +35,29 @@ class Piece:
 
 
 class Chunks:
-    """Writes the chunks of one reply: what they have in common is made once."""
+    """Writes the chunks of one reply: what they have in common is made once.
+
+    `prompts` has the prompt of each choice; its log-probabilities are there by the time an answer's first piece is.
+    """
 
     kind = ""
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer | None, *, usage: bool, token_ids: bool) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[RequestOutput],
+        *,
+        usage: bool,
+        token_ids: bool,
+    ) -> None:
         self._common = {"id": id, "object": self.kind, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
+        self._prompts = prompts
         self._with_usage = usage
         self._with_ids = token_ids
+        self._begun: set[int] = set()
 
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The chunks that carry a piece."""
@@ -58,26 +73,33 @@ class Chunks:
             chunk["usage"] = None
         return chunk
 
+    def _prompt(self, choice: int, *, scores: bool) -> dict[str, Any]:
+        """What was asked to be told of the prompt."""
+        prompt = self._prompts[choice]
+        told: dict[str, Any] = {}
+        if self._with_ids:
+            told["prompt_token_ids"] = prompt.prompt_token_ids
+        if scores and prompt.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
+        return told
+
 
 class ChatChunks(Chunks):
     """A chat completion: the role first, then the content, then why it ended."""
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, *args: Any, top: int, prompt_ids: list[int], **options: Any) -> None:
+    def __init__(self, *args: Any, top: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._top = top
-        self._prompt_ids = prompt_ids
-        self._begun: set[int] = set()
 
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The chunks that carry a piece."""
         if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
             first = self._chunk(self._choice(piece.choice, {"role": "assistant", "content": ""}))
-            if self._with_ids:
-                first["prompt_token_ids"] = self._prompt_ids
-            yield first
+            # All choices have one prompt: it is told once.
+            yield first if self._begun else first | self._prompt(piece.choice, scores=True)
+            self._begun.add(piece.choice)
         scores = None
         if piece.logprobs:
             scores = chat_logprobs(piece.token_ids, piece.logprobs, self._top, self._tokenizer)
@@ -97,37 +119,50 @@ class ChatChunks(Chunks):
 
 
 class TextChunks(Chunks):
-    """A plain completion: text, and why it ended with the last of it."""
+    """A plain completion: the prompt if it is wanted back, then text, and why it ended with the last of it."""
 
     kind = "text_completion"
 
-    def __init__(self, *args: Any, echo: list[Piece] | None, no_output: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, echo: bool, no_output: bool, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._echo = {piece.choice: piece for piece in echo or ()}
+        self._echo = echo
         self._no_output = no_output
-        self._offsets: dict[int, int] = {}
+        self._offsets = [0] * len(self._prompts)
 
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The chunks that carry a piece."""
-        if (echo := self._echo.pop(piece.choice, None)) is not None:
-            yield self._piece(echo)
         if self._no_output:
             piece = Piece(piece.choice, "", [], None, piece.finish_reason, piece.stop_reason)
-        if piece.text or piece.finish_reason is not None or piece.logprobs or (self._with_ids and piece.token_ids):
-            yield self._piece(piece)
+        told = {}
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            told = self._prompt(piece.choice, scores=not self._echo)  # an echo shows them in its own way
+            if self._echo:
+                yield self._chunk(self._echoed(piece.choice) | told)
+                told = {}
+        new_ids = self._with_ids and piece.token_ids
+        if piece.text or piece.finish_reason is not None or piece.logprobs or new_ids or told:
+            choice = self._choice(piece.choice, piece.text, piece.token_ids, piece.logprobs)
+            yield self._chunk(choice | {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason} | told)
 
-    def _piece(self, piece: Piece) -> dict[str, Any]:
-        offset = self._offsets.get(piece.choice, 0)
-        self._offsets[piece.choice] = offset + len(piece.text)
-        choice: dict[str, Any] = {
-            "index": piece.choice,
-            "text": piece.text,
-            "logprobs": None
-            if not piece.logprobs
-            else text_logprobs(piece.token_ids, piece.logprobs, self._tokenizer, offset),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        if self._with_ids:
-            choice["token_ids"] = piece.token_ids
-        return self._chunk(choice)
+    def _echoed(self, choice: int) -> dict[str, Any]:
+        """The prompt, with its own log-probabilities if the answer has some."""
+        prompt = self._prompts[choice]
+        has_scores = prompt.outputs[0].logprobs is not None
+        found = self._choice(
+            choice,
+            echoed(prompt, self._tokenizer),
+            prompt.prompt_token_ids,
+            prompt.prompt_logprobs if has_scores else None,
+        )
+        return found | ({"token_ids": []} if self._with_ids else {})
+
+    def _choice(
+        self, index: int, text: str, ids: Sequence[int], scores: Sequence[Scores | None] | None
+    ) -> dict[str, Any]:
+        shown = None
+        if scores:
+            # A token's place is counted in tokens' texts: what was sent lags behind where a stop string could begin.
+            shown, self._offsets[index] = text_logprobs(ids, scores, self._tokenizer, self._offsets[index])
+        choice = {"index": index, "text": text, "logprobs": shown, "finish_reason": None, "stop_reason": None}
+        return choice | ({"token_ids": ids} if self._with_ids else {})

@@ -1,13 +1,15 @@
 """From a request's body to SamplingParams: OpenAI's fields, and those that users of vLLM know.
 
 A field we cannot do is refused: an answer that silently ignored it would be a wrong one. One we do not even know is
-refused in a batch file, where it is most likely a slip; a server sets it aside and says so, since clients send all kinds
-of things.
+refused in a batch file, where it is most likely a slip; a server sets it aside and says so, since clients send all
+kinds of things.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 
 Body = Mapping[str, Any]
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
 COMPLETION_TOKENS = 16  # what OpenAI's completions give when nobody says how many
 
 # Fields that are SamplingParams' own, by what JSON may hold for them; SamplingParams checks the ranges.
@@ -156,8 +159,8 @@ def _logit_bias(body: Body) -> dict[int, float]:
     """JSON's keys are strings; ours are token ids."""
     found = {}
     for key, bias in (get(body, "logit_bias", "an object") or {}).items():
-        if not str(key).isdecimal():
-            raise RequestError(f"logit_bias has the key {key!r}: use token ids")
+        if not _TOKEN_ID.fullmatch(key):
+            raise RequestError(f"logit_bias has the key {reprlib.repr(key)}: use token ids")
         found[int(key)] = bias
     return found
 
@@ -166,7 +169,7 @@ def get(body: Body, name: str, kind: str) -> Any:
     """A field of the body; null is as good as absent."""
     value = body.get(name)
     if value is not None and not _CHECKS[kind](value):
-        raise RequestError(f"{name} is {value!r}: use {kind}")
+        raise RequestError(f"{name} is {reprlib.repr(value)}: use {kind}")
     return value
 
 
@@ -178,7 +181,9 @@ def _refuse_unknown(body: Body, known: frozenset[str]) -> None:
                 raise RequestError(f"{name} is not supported: leave it out")
             continue
         close = difflib.get_close_matches(name, known, n=1)
-        raise RequestError(f"unknown field {name!r}" + (f": did you mean {close[0]}?" if close else ": leave it out"))
+        raise RequestError(
+            f"unknown field {reprlib.repr(name)}" + (f": did you mean {close[0]}?" if close else ": leave it out")
+        )
 
 
 def is_field(name: str) -> bool:

@@ -67,19 +67,20 @@ def text_completion(
     choices: list[dict[str, Any]] = []
     for output in outputs:
         for answer in output.outputs:
-            ids, scores = (answer.token_ids, answer.logprobs) if not no_output else ([], answer.logprobs and [])
+            ids: list[int] = [] if no_output else answer.token_ids
+            scores: list[Scores] | None = answer.logprobs and [] if no_output else answer.logprobs
             text = "" if no_output else answer.text
-            shown = None if scores is None else text_logprobs(ids, scores, tokenizer)
+            all_ids: list[int] = ids
+            all_scores: Sequence[Scores | None] | None = scores
             if echo:
                 text = echoed(output, tokenizer) + text
-                if shown is not None:
-                    shown = text_logprobs(
-                        [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *(scores or [])], tokenizer
-                    )
+                if scores is not None:
+                    all_ids = [*output.prompt_token_ids, *ids]
+                    all_scores = [*(output.prompt_logprobs or []), *scores]
             choice = {
                 "index": len(choices),
                 "text": text,
-                "logprobs": shown,
+                "logprobs": None if all_scores is None else text_logprobs(all_ids, all_scores, tokenizer)[0],
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
             }
@@ -149,8 +150,8 @@ def chat_logprobs(
 
 def text_logprobs(
     ids: Sequence[int], scores: Sequence[Scores | None], tokenizer: Tokenizer | None, offset: int = 0
-) -> dict[str, Any]:
-    """The same as plain completions show them; `offset` is how many characters came before."""
+) -> tuple[dict[str, Any], int]:
+    """The same as plain completions show them, and how many characters there are; `offset` is how many came before."""
 
     def spell(token: int) -> str:
         """The token's text, or its bytes where they are not whole characters: those of several must not look alike."""
@@ -173,7 +174,7 @@ def text_logprobs(
         shown["token_logprobs"].append(max(chosen.logprob, LEAST_LOGPROB))
         shown["top_logprobs"].append({spell(other): max(each.logprob, LEAST_LOGPROB) for other, each in found.items()})
         offset += len(chosen.decoded_token)
-    return shown
+    return shown, offset
 
 
 def prompt_logprobs(scores: Sequence[Scores | None]) -> list[dict[str, Any] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chairlift.core.errors import ChairliftError, SettingsError
@@ -93,6 +94,11 @@ class Ticket:
         self._admission = admission
         self._waits = True
         self._held = True
+
+    def split(self, prompts: Sequence[int]) -> list[Ticket]:
+        """A ticket for each of its requests, by their prompts' tokens, in place of this one."""
+        self._waits = self._held = False
+        return [Ticket(self._admission, self.tenant, tokens, 1) for tokens in prompts]
 
     def started(self, now: float) -> None:
         """The first token has come: it no longer waits."""

@@ -43,7 +43,7 @@ class App:
             return
         start = time.monotonic()
         http = HttpRequest(scope, receive)
-        call = Call(self.service, http, None, _request_id(http), [])
+        call = Call(self.service, http, None, _request_id(http))
         route: Route | None = None
         try:
             response = self._preflight(http)
@@ -84,9 +84,10 @@ class App:
             if match is Match.PARTIAL:
                 allowed.append(route.method)
         if allowed:
-            raise invalid(
-                f"{scope['path']} takes {' or '.join(allowed)}, not {scope['method']}", status=405, code="wrong_method"
-            )
+            wanted = f"{scope['path']} takes {' or '.join(allowed)}, not {scope['method']}"
+            failure = invalid(wanted, status=405, code="wrong_method")
+            failure.more_headers["Allow"] = ", ".join(allowed)
+            raise failure
         raise invalid(
             f"there is no {scope['path']}: see /openapi.json for what there is", status=404, code="unknown_route"
         )
@@ -99,7 +100,11 @@ class App:
         if tenant is None:
             self.service.metrics.refused("unauthorized")
             raise Failure(
-                "no valid API key: send Authorization: Bearer YOUR_KEY", 401, "authentication_error", "invalid_api_key"
+                "no valid API key: send Authorization: Bearer YOUR_KEY",
+                401,
+                "authentication_error",
+                "invalid_api_key",
+                more_headers={"WWW-Authenticate": "Bearer"},
             )
         if route.access is Access.ADMIN and not tenant.is_admin:
             raise Failure(f"{route.path} needs an admin key", 403, "permission_error", "admin_only")
@@ -127,6 +132,8 @@ class App:
     def _note(self, call: Call, route: Route | None, status: int, seconds: float) -> None:
         path = "other" if route is None else route.path
         self.service.metrics.responded(path, status, seconds)
+        if self.service.traces is not None and call.http.method == "POST":
+            self.service.traces.record(path, status, seconds, call.id, call.http.headers, call.outputs)
         access_log.info(
             "%s %s %d",
             call.http.method,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ MOST = {
 _LONGEST_STOP = 1024  # characters
 _LARGE_TEXT = 20_000  # characters that take long enough to tokenize that the event loop must not wait for them
 # A template is the operator's; these names are how we fill it in.
-_OURS = frozenset({"messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message"})
+_OURS = frozenset(inspect.signature(render).parameters) - {"kwargs"}
 
 
 @dataclass(frozen=True, slots=True)

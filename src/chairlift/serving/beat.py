@@ -13,8 +13,8 @@ PATIENCE = 4.0  # seconds without a sign of life, at least, before an engine cou
 class Beat:
     """The engine touches it at least twice a second when idle and once a step when busy; any process may look.
 
-    Memory and not a message: an engine that is stuck in a step, holding the interpreter's lock, sends nothing. The clock
-    is the system's monotonic one, which all processes share.
+    Memory and not a message: an engine that is stuck in a step, holding the interpreter's lock, sends nothing. The
+    clock is the system's monotonic one, which all processes share.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The engine's own process: orders in, steps, news out.
 
-It is started with one argument, a Job in JSON, and connects to a socket of each HTTP process. It ends when it is told to,
-or when the process that started it is gone.
+It is started with one argument, a Job in JSON, and connects to a socket of each HTTP process. It ends when it is told
+to, or when the process that started it is gone.
 """
 
 from __future__ import annotations

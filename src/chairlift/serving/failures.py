@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.openai.params import is_field
 from chairlift.openai.replies import error_object
 
+_LONGEST = 400  # characters of a message
+
 
 @dataclass(slots=True, eq=False)
-class Failure(ChairliftError):
+class Failure(ChairliftError):  # noqa: N818  # not every one is an error: some only say "later"
     """A request that ends without an answer."""
 
     message: str
@@ -21,6 +23,7 @@ class Failure(ChairliftError):
     code: str | None = None
     param: str | None = None
     retry_after: float | None = None
+    more_headers: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.message
@@ -28,12 +31,16 @@ class Failure(ChairliftError):
     @property
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
-        return error_object(self.message, self.kind, self.code, self.param)
+        message = self.message
+        if len(message) > _LONGEST:  # it names the value that was wrong, which may be as long as a body
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+        return error_object(message, self.kind, self.code, self.param)
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to try again, where that is known."""
-        return {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        """When to try again, where that is known, and what else goes with the status."""
+        again = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        return {**again, **self.more_headers}
 
 
 def invalid(message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> Failure:

@@ -183,18 +183,10 @@ class Answering:
     _waiting: int = 0  # tokens in them
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self, asked: list[Asked], admit: Callable[[Asked], Ticket]) -> None:
+    def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
         """Admit and submit every prompt, or none."""
-        tickets: list[Ticket] = []
-        try:
-            for each in asked:
-                tickets.append(admit(each))
-        except BaseException:
-            for ticket in tickets:
-                ticket.release(time.monotonic())
-            raise
         choice = 0
-        for each, ticket in zip(asked, tickets, strict=True):
+        for each, ticket in zip(asked, admit(asked), strict=True):
             self.generations.append(Generation(self, each, choice, ticket))
             choice += each.params.n
         for generation in self.generations:

@@ -1,7 +1,7 @@
 """What crosses between an HTTP process and the engine's: numbers, typed and bounded; text never does.
 
-Each is a msgspec struct, written as a MessagePack array behind a tag. A message that does not fit its type is a bug or an
-attack, and is dropped with a word in the log: it never reaches the scheduler.
+Each is a msgspec struct, written as a MessagePack array behind a tag. A message that does not fit its type is a bug or
+an attack, and is dropped with a word in the log: it never reaches the scheduler.
 """
 
 from __future__ import annotations

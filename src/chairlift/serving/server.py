@@ -1,4 +1,4 @@
-"""The server: an HTTP process (or several) and the engine's, from the first line of output to the last request's end."""
+"""The server: an HTTP process (or several) and the engine's, from the first line to the last request's end."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
 from chairlift.serving.supervisor import Supervisor
+from chairlift.serving.traces import Traces
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.vocabulary import read_tokenizer
 
@@ -63,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True):
     certificate: str | None = None
     private_key: str | None = None
     metrics_compat: str | None = None
+    otlp_endpoint: str | None = None
     log_format: str = "auto"
     log_level: str = "info"
     engine_command: list[str] | None = None
@@ -145,6 +147,7 @@ class HttpProcess:
         self._keyring = keyring
         self._metrics = Metrics(plan.name, compat=plan.metrics_compat)
         self.client = EngineClient(plan.socket_of(number), beat, self._metrics)
+        self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
         self._reader = Reader(plan.name, *tokenizer_of(plan))
 
     def _service(self, hello: Hello) -> Service:
@@ -159,6 +162,7 @@ class HttpProcess:
             self._metrics,
             admission,
             self._keyring,
+            traces=self._traces,
             timeout=plan.timeout,
             max_body=plan.max_body,
         )
@@ -210,6 +214,8 @@ class HttpProcess:
         server.should_exit = True
         await serving
         lag.cancel()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     async def _watch_lag(self) -> None:
         loop = asyncio.get_running_loop()

@@ -13,10 +13,11 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from chairlift.openai.chunks import ChatChunks, Chunks, Piece, TextChunks
+from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
 from chairlift.openai.options import Options, read_options
 from chairlift.openai.params import set_aside_unknown
-from chairlift.openai.replies import chat_completion, echoed, text_completion, usage
+from chairlift.openai.replies import chat_completion, text_completion, usage
+from chairlift.outputs import RequestOutput
 from chairlift.serving.admission import Admission, Refused, Ticket
 from chairlift.serving.asking import Reader, off_loop
 from chairlift.serving.body import read_object
@@ -26,6 +27,7 @@ from chairlift.serving.generation import Answering, Asked
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.traces import Traces
 
 log = logging.getLogger("chairlift")
 Message = MutableMapping[str, Any]
@@ -45,6 +47,7 @@ class Service:
     metrics: Metrics
     admission: Admission
     keyring: Keyring | None
+    traces: Traces | None = None
     timeout: float | None = None  # of requests that name none
     max_body: int = 8 << 20
     started: int = field(default_factory=lambda: int(time.time()))
@@ -71,7 +74,8 @@ class Call:
     http: HttpRequest
     tenant: Tenant | None
     id: str
-    ignored: list[str]
+    ignored: list[str] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)  # of the engine, for traces
 
     async def body(self) -> dict[str, Any]:
         """The JSON object that came with it, within bounds."""
@@ -107,16 +111,18 @@ class Call:
         timeout = options.timeout if options.timeout is not None else service.timeout
         answering = Answering(service.client, service.metrics, service.reader.tokenizer, timeout)
         answering.start(asked, self._admit)
+        self.outputs = answering.outputs
         name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
         if options.stream:
             return EventStream(answering, self._chunks(answering, options, name, chat), options, self.id)
         return await self._whole(answering, options, name, chat)
 
-    def _admit(self, asked: Asked) -> Ticket:
-        service, params = self.service, asked.params
-        outputs = params.n * (params.max_tokens or 0)
+    def _admit(self, asked: list[Asked]) -> list[Ticket]:
+        service, prompts = self.service, [len(each.prompt) for each in asked]
+        outputs = sum(each.params.n * (each.params.max_tokens or 0) for each in asked)
         try:
-            return service.admission.admit(self.tenant, len(asked.prompt), outputs, time.monotonic())
+            ticket = service.admission.admit(self.tenant, sum(prompts), outputs, time.monotonic(), requests=len(asked))
+            return ticket.split(prompts)
         except Refused as error:
             refusal = error.refusal
             service.metrics.refused(refusal.reason)
@@ -166,17 +172,12 @@ class Call:
         )
 
     def _chunks(self, answering: Answering, options: Options, name: str, chat: bool) -> Chunks:
-        tokenizer = self.service.reader.tokenizer
-        first = answering.generations[0].asked
-        common = {"usage": options.include_usage, "token_ids": options.return_token_ids}
+        prompts = [output for output in answering.outputs for _ in output.outputs]
+        common = (name, self.service.model, self.service.reader.tokenizer, prompts)
+        shown = {"usage": options.include_usage, "token_ids": options.return_token_ids}
         if chat:
-            top = first.params.logprobs or 0
-            return ChatChunks(name, self.service.model, tokenizer, top=top, prompt_ids=first.prompt, **common)
-        echo = None
-        if options.echo:
-            outputs = [output for output in answering.outputs for _ in output.outputs]
-            echo = [Piece(choice, echoed(output, tokenizer)) for choice, output in enumerate(outputs)]
-        return TextChunks(name, self.service.model, tokenizer, echo=echo, no_output=options.no_output, **common)
+            return ChatChunks(*common, top=answering.generations[0].asked.params.logprobs or 0, **shown)
+        return TextChunks(*common, echo=options.echo, no_output=options.no_output, **shown)
 
 
 class EventStream(Response):

@@ -19,8 +19,8 @@ from chairlift.serving.engine_process import Job
 log = logging.getLogger("chairlift")
 
 ENGINE = [sys.executable, "-m", "chairlift.serving.engine_process"]
-FIRST_WAIT, LONGEST_WAIT = 0.2, 30.0  # seconds between a death and the next start; doubled with each that follows soon
-_LASTED = 60.0  # an engine that ran for so long did not fail at start: the wait begins anew
+FIRST_WAIT, LONGEST_WAIT = 0.2, 10.0  # seconds between a death and the next start; doubled with each that follows soon
+_LASTED = 10.0  # an engine that lived for so long did not fail at start: the wait begins anew
 _GIVEN_UP = 2.5  # times the patience, after which an engine that hangs is killed
 _LOOK = 0.25  # seconds between two looks
 

@@ -1,0 +1,439 @@
+"""Every route over plain HTTP, and what a careless or hostile client sends: an error object each, and on it goes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running import Running, running
+
+import chairlift
+from chairlift.serving.routes import ROUTES
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+VOCABULARY, LENGTH = 384, 256
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Running]:
+    """After all that these tests do to it, the server answers and nothing has been lost."""
+    flags = ("--served-model-name", "tiny", "--max-length", str(LENGTH), "--kv-tokens", "4096")
+    with running(tiny_model, *flags) as started:
+        yield started
+        assert started.post(COMPLETION, {"prompt": "Hello", "max_tokens": 2}).status_code == 200
+        started.wait_until(started.is_idle)
+        assert started.metric("requests_failed_total") == 0
+        assert started.metric("engine_restarts_total") == 0
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of a response that must be one, in OpenAI's shape."""
+    assert response.status_code == status, response.text[:300]
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert 0 < len(error["message"]) < 500  # it carries the wrong value, but not a body's worth of it
+    return error
+
+
+# ---- the small routes
+
+
+def test_a_server_says_that_it_is_healthy_ready_and_which_version_it_is(server: Running) -> None:
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/ready").json() == {"status": "ready"}
+    assert server.get("/version").json() == {"version": chairlift.__version__}
+
+
+def test_the_description_has_every_route_and_no_other(server: Running) -> None:
+    described = server.get("/openapi.json").json()
+    assert described["openapi"].startswith("3.1")
+    written = {(method.upper(), path) for path, found in described["paths"].items() for method in found}
+    assert written == {(route.method, route.path.replace(":path}", "}")) for route in ROUTES}
+    for path, found in described["paths"].items():
+        for operation in found.values():
+            assert operation["summary"]
+            named = {parameter["name"] for parameter in operation.get("parameters", [])}
+            assert named == {part.strip("{}") for part in path.split("/") if part.startswith("{")}
+
+
+def test_every_get_route_answers(server: Running) -> None:
+    for route in ROUTES:
+        if route.method == "GET":
+            assert server.get(route.path.replace("{name:path}", "tiny")).status_code == 200, route
+
+
+def test_the_metrics_are_prometheus_text(server: Running) -> None:
+    page = server.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    assert "chairlift:engine_up" in page.text
+
+
+@pytest.mark.parametrize("text", ["Hello", "Everyone gets off.\n\tÜber 🚡 中文", " ", ""])
+def test_a_text_comes_back_from_its_tokens(server: Running, text: str) -> None:
+    found = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == LENGTH
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+
+
+def test_a_conversation_is_tokenized_as_a_chat_completion_reads_it(server: Running) -> None:
+    tokens = server.post("/tokenize", {"messages": MESSAGES, "model": "tiny"}).json()["tokens"]
+    written = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert written == "<|begin|>user\nHello<|end|>\n<|begin|>assistant\n"
+    reply = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}).json()
+    assert reply["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"messages": []}),
+        ("/tokenize", {"messages": [3]}),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": "yes"}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": "1 2"}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [VOCABULARY]}),
+        ("/detokenize", {"tokens": [2**63 - 1]}),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused(server: Running, path: str, body: Any) -> None:
+    refused(server.post(path, body))
+
+
+def test_there_is_no_other_route_and_no_other_method(server: Running) -> None:
+    for path in ("/", "/v1", "/v1/images", "/v1/chat/completions/", "/../etc/passwd", "/%00", "/" + "a" * 5000):
+        assert refused(server.get(path), 404)["code"] == "unknown_route"
+    wrong = [(method, route) for route in ROUTES for method in ("GET", "POST", "PUT", "DELETE") if method != route.method]
+    with httpx.Client(timeout=30) as client:
+        for method, route in wrong:
+            response = client.request(method, server.url + route.path.replace("{name:path}", "tiny"))
+            assert refused(response, 405)["code"] == "wrong_method"
+            assert response.headers["allow"] == route.method
+
+
+# ---- names
+
+
+def test_a_request_keeps_the_name_its_client_gave_it(server: Running) -> None:
+    body = {"prompt": "Hello", "max_tokens": 1}
+    named = server.post(COMPLETION, body, headers={"X-Request-Id": "trace-1.a:b_c"})
+    assert named.headers["x-request-id"] == "trace-1.a:b_c"
+    assert named.json()["id"] == "cmpl-trace-1.a:b_c"
+    within = server.post(COMPLETION, {**body, "request_id": "mine"}, headers={"X-Request-Id": "other"})
+    assert within.headers["x-request-id"] == "mine"
+    assert within.json()["id"] == "cmpl-mine"
+    stream = server.post(COMPLETION, {**body, "request_id": "mine", "stream": True})
+    assert stream.headers["x-request-id"] == "mine"
+    assert refused(server.post(COMPLETION, {**body, "request_id": "a b"}))["param"] == "request_id"
+
+
+def test_a_model_with_a_very_long_name_is_not_found(server: Running) -> None:
+    assert refused(server.post(COMPLETION, {"prompt": "x", "model": "x" * 100_000}), 404)["param"] == "model"
+
+
+def test_two_requests_without_a_name_get_two(server: Running) -> None:
+    names = {server.get("/health").headers["x-request-id"] for _ in range(5)}
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 129, "a\tb", "a;b", "<script>", "é"])
+def test_a_name_that_could_do_harm_is_replaced(server: Running, name: str) -> None:
+    given = server.get("/health", headers={"X-Request-Id": name.encode()}).headers["x-request-id"]
+    assert given != name
+    assert given.isalnum()
+
+
+# ---- fields
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": MESSAGES}), (COMPLETION, {"prompt": "Hello"})])
+def test_unknown_fields_are_set_aside_and_named(server: Running, path: str, body: Any) -> None:
+    response = server.post(path, {**body, "max_tokens": 1, "frobnicate": [1], "enable_thinking": False})
+    assert response.status_code == 200
+    assert response.headers["x-chairlift-ignored-fields"] == "enable_thinking, frobnicate"
+    streamed = server.post(path, {**body, "max_tokens": 1, "frobnicate": 1, "stream": True})
+    assert streamed.headers["x-chairlift-ignored-fields"] == "frobnicate"
+    assert "x-chairlift-ignored-fields" not in server.post(path, {**body, "max_tokens": 1, "user": "me"}).headers
+
+
+def test_hostile_names_of_fields_do_no_harm_in_a_header(server: Running) -> None:
+    names = ["a\r\nX-Evil: 1", "é" * 3, "", "x" * 5000, *(f"field{number}" for number in range(500))]
+    response = server.post(COMPLETION, {"prompt": "Hello", "max_tokens": 1, **dict.fromkeys(names, 1)})
+    assert response.status_code == 200
+    assert "x-evil" not in response.headers
+    assert len(response.headers["x-chairlift-ignored-fields"]) < 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (COMPLETION, "suffix", "the end"),
+        (COMPLETION, "best_of", 2),
+        (CHAT, "response_format", {"type": "json_object"}),
+        (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
+        (CHAT, "tool_choice", "required"),
+        (CHAT, "functions", [{"name": "f"}]),
+        (CHAT, "modalities", ["text", "audio"]),
+    ],
+)
+def test_what_cannot_be_done_yet_is_refused_by_name(server: Running, path: str, field: str, value: Any) -> None:
+    error = refused(server.post(path, {"prompt": "Hello", "messages": MESSAGES, field: value}))
+    assert error["param"] == field
+    assert "not supported" in error["message"]
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse(server: Running) -> None:
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    ignored = {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "logit_bias": None, "stop": None}
+    assert server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, **neutral, **ignored}).status_code == 200
+    assert server.post(COMPLETION, {"prompt": "Hello", "best_of": 1, "suffix": "", "n": None}).status_code == 200
+
+
+def test_an_image_is_refused_by_its_type(server: Running) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    error = refused(server.post(CHAT, {"messages": [{"role": "user", "content": [image]}]}))
+    assert "image_url" in error["message"]
+
+
+# ---- hostile bodies
+
+RAW = {
+    "empty": b"",
+    "blank": b"  \n",
+    "NaN": b'{"prompt": "x", "temperature": NaN}',
+    "Infinity": b'{"prompt": "x", "temperature": Infinity}',
+    "-Infinity": b'{"prompt": "x", "temperature": -Infinity}',
+    "1e999": b'{"prompt": "x", "temperature": 1e999}',
+    "a huge whole number": b'{"prompt": "x", "seed": ' + b"9" * 4000 + b"}",
+    "a whole number beyond 64 bits": b'{"prompt": "x", "seed": 18446744073709551616}',
+    "a huge id": b'{"prompt": [99999999999999999999999]}',
+    "deep lists": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "33 levels": b'{"prompt": "x", "metadata": ' + b"[" * 33 + b"]" * 33 + b"}",
+    "invalid UTF-8": b'{"prompt": "\xff\xfe"}',
+    "overlong UTF-8": b'{"prompt": "\xc0\xaf"}',
+    "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
+    "a byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
+    "NUL": b'{"prompt": "a\\u0000b"}',
+    "a raw NUL": b'{"prompt": "a\x00b"}',
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "a lone low surrogate": b'{"prompt": "\\udc00x"}',
+    "an array": b'["prompt"]',
+    "a string": b'"prompt"',
+    "a number": b"1",
+    "null": b"null",
+    "half of it": b'{"prompt": "x"',
+    "two of it": b'{"prompt": "x"}{"prompt": "x"}',
+    "a comment": b'{"prompt": "x" /* hello */}',
+    "a key twice": b'{"prompt": "x", "prompt": "y"}',
+    "a form": b"prompt=x&max_tokens=1",
+    "too many items": b'{"prompt": [' + b"1," * 500_000 + b"1]}",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])
+def test_a_body_that_is_no_json_object_is_refused(server: Running, name: str, path: str) -> None:
+    refused(server.post(path, RAW[name], headers={"Content-Type": "application/json"}))
+
+
+def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(server: Running) -> None:
+    large = b'{"prompt": "' + b"x" * (9 << 20) + b'"}'
+    assert refused(server.post(COMPLETION, large), 413)["code"] == "body_too_large"
+    pieces = (large[start : start + 65536] for start in range(0, len(large), 65536))
+    with httpx.Client(timeout=30) as client:
+        assert refused(client.post(server.url + COMPLETION, content=pieces), 413)["code"] == "body_too_large"
+
+
+PROMPT = {"prompt": "x"}
+BAD: dict[str, dict[str, Any]] = {
+    "no prompt": {},
+    "a prompt of null": {"prompt": None},
+    "an empty prompt": {"prompt": ""},
+    "no prompts": {"prompt": []},
+    "one of no ids": {"prompt": [[]]},
+    "an empty prompt among others": {"prompt": ["a", ""]},
+    "a prompt of mixed things": {"prompt": ["a", 1]},
+    "a prompt of floats": {"prompt": [1.5]},
+    "a prompt of booleans": {"prompt": [True]},
+    "an id below the vocabulary": {"prompt": [-1]},
+    "an id above the vocabulary": {"prompt": [VOCABULARY]},
+    "an id of 63 bits": {"prompt": [2**63 - 1]},
+    "a prompt longer than the context": {"prompt": [5] * LENGTH},
+    "a text longer than the context": {"prompt": "x y z " * 5000},
+    "257 prompts": {"prompt": ["x"] * 257},
+    "33 stops": {**PROMPT, "stop": ["a"] * 33},
+    "a stop of 1025 characters": {**PROMPT, "stop": "a" * 1025},
+    "an empty stop": {**PROMPT, "stop": ["a", ""]},
+    "257 stop ids": {**PROMPT, "stop_token_ids": [1] * 257},
+    "257 bad words": {**PROMPT, "bad_words": ["a"] * 257},
+    "1025 biases": {**PROMPT, "logit_bias": {str(number): 1 for number in range(1025)}},
+    "a bias of a word": {**PROMPT, "logit_bias": {"the": 1}},
+    "a bias of a very long number": {**PROMPT, "logit_bias": {"9" * 5000: 1}},
+    "a bias of -1": {**PROMPT, "logit_bias": {"-1": 1}},
+    "a bias in other digits": {**PROMPT, "logit_bias": {"²": 1}},
+    "a bias above the vocabulary": {**PROMPT, "logit_bias": {str(VOCABULARY): 1}},
+    "a bias of 101": {**PROMPT, "logit_bias": {"5": 101}},
+    "a bias that is a text": {**PROMPT, "logit_bias": {"5": "much"}},
+    "nothing allowed": {**PROMPT, "allowed_token_ids": []},
+    "an allowed id above the vocabulary": {**PROMPT, "allowed_token_ids": [VOCABULARY]},
+    "a stop id above the vocabulary": {**PROMPT, "stop_token_ids": [VOCABULARY]},
+    "a million answers": {**PROMPT, "n": 10**6},
+    "65 answers": {**PROMPT, "n": 65},
+    "half an answer": {**PROMPT, "n": 1.5},
+    "65 alternatives": {**PROMPT, "logprobs": 65},
+    "65 alternatives of the prompt": {**PROMPT, "prompt_logprobs": 65},
+    "top_p of 0": {**PROMPT, "top_p": 0},
+    "top_p of 2": {**PROMPT, "top_p": 2},
+    "min_p of 2": {**PROMPT, "min_p": 2},
+    "a penalty of 0": {**PROMPT, "repetition_penalty": 0},
+    "a timeout of 0": {**PROMPT, "timeout": 0},
+    "a timeout of a year": {**PROMPT, "timeout": 3.2e7},
+    "an enormous priority": {**PROMPT, "priority": 2**40},
+    "an empty salt": {**PROMPT, "cache_salt": ""},
+    "a long salt": {**PROMPT, "cache_salt": "x" * 257},
+    "more at least than at most": {**PROMPT, "min_tokens": 9, "max_tokens": 8},
+    "stream_options without a stream": {**PROMPT, "stream_options": {"include_usage": True}},
+    "a model that is a number": {**PROMPT, "model": 3},
+    "a field with a very long value": {**PROMPT, "temperature": "x" * 100_000},
+    **{
+        f"a negative {name}": {**PROMPT, name: -5}
+        for name in (
+            *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "min_tokens"),
+            *("frequency_penalty", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs", "timeout"),
+        )
+    },
+    **{
+        f"a list for {name}": {**PROMPT, name: [[1] * 50] * 2000}
+        for name in ("n", "temperature", "seed", "stop", "stream", "timeout", "echo", "request_id", "logit_bias")
+    },
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+def test_a_value_that_cannot_be_is_refused(server: Running, name: str, stream: bool) -> None:
+    if "stream" not in BAD[name] and "stream_options" not in BAD[name]:
+        refused(server.post(COMPLETION, {**BAD[name], "stream": stream}))
+    elif not stream:
+        refused(server.post(COMPLETION, BAD[name]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": None},
+        {"messages": "Hello"},
+        {"messages": []},
+        {"messages": ["Hello"]},
+        {"messages": [{}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": 3, "content": "x"}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "user", "content": ["x"]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": ["x"] * 1000}]}]},
+        {"messages": MESSAGES * 4097},
+        {"messages": MESSAGES * 200},
+        {"messages": MESSAGES, "top_logprobs": 2},
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 65},
+        {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}},
+        {"messages": MESSAGES, "chat_template_kwargs": {"template": "{{ 1 }}"}},
+        {"messages": MESSAGES, "chat_template_kwargs": []},
+        {"messages": MESSAGES, "add_generation_prompt": 1},
+    ],
+    ids=lambda body: str(body)[:70],
+)
+def test_a_conversation_that_cannot_be_is_refused(server: Running, body: Any) -> None:
+    refused(server.post(CHAT, body))
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-300},
+        {"temperature": 1e300, "repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"top_p": 1e-300, "min_p": 1},
+        {"top_k": 2**62},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1, "presence_penalty": -2, "frequency_penalty": -2},
+        {"max_tokens": 2**62, "min_tokens": 2**62, "stop_token_ids": [7]},
+        {"n": 64, "logprobs": 64, "prompt_logprobs": 64},
+        {"prompt": [5] * (LENGTH - 1)},
+        {"prompt": [VOCABULARY - 1, 0, 1]},
+        {"prompt": "\ufffd\u200b\U0010ffff"},
+        {"priority": -(2**31), "cache_salt": "x", "timeout": 604800},
+        {"stop": ["x" * 1024] * 32, "bad_words": ["y" * 100] * 256},
+        {"logit_bias": {str(token): -100 for token in range(VOCABULARY)}},
+        {"allowed_token_ids": list(range(VOCABULARY)) * 50},
+    ],
+    ids=lambda extreme: str(extreme)[:60],
+)
+def test_an_extreme_value_within_its_bounds_is_served(server: Running, extreme: dict[str, Any]) -> None:
+    response = server.post(COMPLETION, {"prompt": "x", "max_tokens": 3, **extreme})
+    assert response.status_code == 200, response.text[:300]
+    assert json.loads(response.text, parse_constant=pytest.fail)["choices"]  # no NaN, no Infinity
+
+
+# ---- hostile connections
+
+
+def talk(server: Running, raw: bytes) -> bytes:
+    """What the server says to bytes that no client library would send."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(raw)
+        answer = b""
+        try:
+            while b"\r\n\r\n" not in answer and (part := connection.recv(65536)):
+                answer += part
+        except ConnectionResetError:  # it may hang up on what it has not read to the end
+            pass
+        return answer
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: 1\r\n" * 20_000 + b"\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Bad: a\x00b\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"HELLO\r\n\r\n",
+    ],
+    ids=["a large header", "many headers", "a long path", "a negative length", "two lengths", "NUL", "TLS", "words"],
+)
+def test_a_head_that_cannot_be_is_refused_without_harm(server: Running, raw: bytes) -> None:
+    answer = talk(server, raw)
+    assert not answer or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431")), answer[:100]
+    assert server.is_healthy()
+
+
+def test_clients_that_hang_up_in_the_middle_of_anything_do_no_harm(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    whole = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    for end in range(0, len(whole) + 1, 7):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(whole[:end])
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(whole * 3)  # requests sent ahead, and nobody to read the answers
+    server.wait_until(server.is_idle)
