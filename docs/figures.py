@@ -1,8 +1,9 @@
-"""Draws the pictures of the documentation from real runs: `python docs/figures.py [scheduling|chat]`."""
+"""Draws the pictures of the documentation from real runs: `python docs/figures.py [scheduling|chat|serve]`."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import subprocess
@@ -97,6 +98,35 @@ def chat() -> str:
     return console.export_svg(title="chairlift chat")
 
 
+def serve() -> str:
+    """A real server and a real answer, as two terminals show them."""
+    command = [sys.executable, "-m", "chairlift", "serve", "--log-format", "words"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    said = ""
+    while "max_tokens" not in said:
+        line = server.stderr.readline()
+        assert line, f"the server did not start: {said}"
+        said += line
+    body = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 40, "temperature": 0}
+    address = "http://127.0.0.1:8000"
+    head = ["curl", "-s", f"{address}/v1/chat/completions", "-H", "Content-Type: application/json", "-d"]
+    answer = subprocess.run([*head, json.dumps(body)], capture_output=True, text=True, check=True).stdout
+    metrics = subprocess.run(["curl", "-s", f"{address}/metrics"], capture_output=True, text=True, check=True).stdout
+    said += server.stderr.readline()
+    server.terminate()
+    server.wait(timeout=30)
+    counted = [line for line in metrics.splitlines() if "tokens_total{" in line or "_first_token_seconds_sum" in line]
+    console = Console(record=True, width=118, file=io.StringIO())
+    console.print(Text("$ make serve", style="bold green"))
+    console.print(Text(said.strip("\n")))
+    console.print(Text("\n$ curl " + said.split("curl ", 1)[1].split("\n\n")[0], style="bold green"))
+    console.print_json(answer)
+    console.print(Text(f"\n$ curl -s {address}/metrics | grep tokens", style="bold green"))
+    console.print(Text("\n".join(counted[:4])))
+    return console.export_svg(title="chairlift serve")
+
+
 def read_until(terminal: int, mark: str) -> str:
     """What the terminal shows until a text appears in it."""
     text = ""
@@ -106,7 +136,7 @@ def read_until(terminal: int, mark: str) -> str:
 
 
 if __name__ == "__main__":
-    figures = {"scheduling": scheduling, "chat": chat}
+    figures = {"scheduling": scheduling, "chat": chat, "serve": serve}
     for name in sys.argv[1:] or figures:
         (IMAGES / f"{name}.svg").write_text(figures[name]())
         print(f"drew {IMAGES / name}.svg")

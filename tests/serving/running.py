@@ -31,12 +31,17 @@ class Running:
     lines: list[str] = field(default_factory=list)  # what it has printed up to its address
     key: str | None = None  # sent with every request, if there is one
 
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return httpx.request(
+            method, self.url + path, **{"timeout": 60, "headers": self.headers, "verify": _TRUST, **more}
+        )
+
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, **{"timeout": 30, "headers": self.headers, "verify": _TRUST, **more})
+        return self.request("GET", path, **more)
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(self.url + path, **content, **{"timeout": 60, "headers": self.headers, "verify": _TRUST, **more})
+        return self.request("POST", path, **content, **more)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -39,7 +39,7 @@ class Failure(ChairliftError):  # noqa: N818  # not every one is an error: some 
     @property
     def headers(self) -> dict[str, str]:
         """When to try again, where that is known, and what else goes with the status."""
-        again = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        again = {} if not self.retry_after else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
         return {**again, **self.more_headers}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -109,6 +109,9 @@ class Metrics:
         self._compat = compat
         self._registry = registry or CollectorRegistry()
         self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if self._is_shared and values.ValueClass is values.MutexValue:
+            # It chose between memory and files when it was imported; the first process makes its folder after that.
+            values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
         self._up = self._has_been_up = self._hears_engine = False
         # With several processes, one that replaces another must not count again what that one has counted already.
         self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 6

@@ -126,8 +126,9 @@ class Call:
         except Refused as error:
             refusal = error.refusal
             service.metrics.refused(refusal.reason)
+            kind = "rate_limit_error" if refusal.status == 429 else "invalid_request_error"
             raise Failure(
-                refusal.message, refusal.status, "rate_limit_error", refusal.reason, retry_after=refusal.retry_after
+                refusal.message, refusal.status, kind, refusal.reason, retry_after=refusal.retry_after
             ) from None
 
     def _check_priority(self, options: Options) -> None:
