@@ -42,6 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     sockets: list[str]  # one for each HTTP process; the first also gets the statistics
     beat: str
+    parent: int  # the process without which it has no business
     progress: bool = False
 
 
@@ -96,15 +97,15 @@ class Link:
 class EngineLoop:
     """Drives an engine for HTTP processes."""
 
-    def __init__(self, engine: Engine, hello: Hello, sockets: list[str], beat: Beat, slowest_step: float = 0.0) -> None:
+    def __init__(self, engine: Engine, hello: Hello, job: Job, slowest_step: float) -> None:
         self._engine = engine
         self._hello = hello
-        self._beat = beat
+        self._beat = Beat(Path(job.beat))
         self._patience = max(PATIENCE, 1.5 * slowest_step)
-        self._parent = os.getppid()
+        self._parent = job.parent
         self._stats: Stats | None = None
         context: zmq.Context[Any] = zmq.Context()
-        self._links = [Link(context, address) for address in sockets]
+        self._links = [Link(context, address) for address in job.sockets]
         self._poller = zmq.Poller()
         for link in self._links:
             link.register(self._poller)
@@ -290,7 +291,7 @@ def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> 
             time.sleep(0.05)
         time.sleep(0.2)  # a message handed to ZeroMQ is not yet on its way, and LINGER is 0
         sys.exit(3)
-    EngineLoop(engine, hello, job.sockets, Beat(Path(job.beat)), slowest).run()
+    EngineLoop(engine, hello, job, slowest).run()
 
 
 if __name__ == "__main__":

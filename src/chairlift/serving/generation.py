@@ -224,6 +224,7 @@ class Answering:
                     async with asyncio.timeout_at(deadline):
                         await self._news.wait()
         except TimeoutError:
+            self.metrics.refused("timeout")
             self.abort()
             raise timed_out(self.timeout or 0.0) from None
         finally:

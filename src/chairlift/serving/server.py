@@ -91,7 +91,7 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
             (folder / "metrics").mkdir()
         beat = Beat(folder / "beat")
         sockets = [plan.socket_of(worker) for worker in range(plan.workers)]
-        job = Job(plan.model, plan.settings, sockets, str(folder / "beat"), progress=sys.stderr.isatty())
+        job = Job(plan.model, plan.settings, sockets, str(folder / "beat"), os.getpid(), progress=sys.stderr.isatty())
         supervisor = Supervisor(job, beat, plan.engine_command)
         process = HttpProcess(plan, 0, listener, beat, keyring)
         await process.client.open()
@@ -101,7 +101,7 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
             helpers = Helpers(plan, listener.fileno())
             say(banner(plan, process.client.hello))
             with contextlib.suppress(asyncio.CancelledError):
-                await process.run(on_drain=helpers.drain)
+                await process.run(on_signal=helpers.drain)
             await helpers.stop()
         finally:
             await process.client.close()
@@ -184,7 +184,7 @@ class HttpProcess:
         )
         return _Server(config)
 
-    async def run(self, on_drain: Callable[[], None] = lambda: None) -> None:
+    async def run(self, on_signal: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT; then finish what runs, within the grace time. A second signal ends it now."""
         assert self.client.hello is not None, "the engine must be there first"
         service = self._service(self.client.hello)
@@ -196,6 +196,7 @@ class HttpProcess:
             if service.is_draining:
                 server.should_exit = server.force_exit = True
             service.is_draining = True
+            on_signal()
             stopping.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -203,7 +204,6 @@ class HttpProcess:
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         lag = asyncio.create_task(self._watch_lag())
         await stopping.wait()
-        on_drain()
         log.info("draining: %d requests are under way, new ones are refused", self.client.live)
         end = time.monotonic() + self._plan.grace
         while self.client.live and time.monotonic() < end and not server.should_exit:
@@ -257,7 +257,7 @@ class Helpers:
                     self._processes[worker] = self._start(worker)
 
     def drain(self) -> None:
-        """Tell them all to finish."""
+        """Tell them all to finish; told twice, they end at once."""
         if self._task is not None:
             self._task.cancel()
         for process in self._processes.values():
