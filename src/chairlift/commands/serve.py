@@ -32,8 +32,13 @@ def serve(
         int, typer.Option(help="HTTP processes; more help when one core cannot write all streams.", min=1, max=64)
     ] = 1,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait before others get 429; lower it to fail early.", min=1)
-    ] = 256,
+        int | None,
+        typer.Option(
+            help="Requests that may wait for their first token before others get 429 (default: two full batches); "
+            "lower it to keep waits short.",
+            min=1,
+        ),
+    ] = None,
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens that may wait (default: as many as the KV cache holds).", min=1)
     ] = None,

@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
-    max_waiting: int = 256
+    max_waiting: int | None = None
     max_waiting_tokens: int | None = None
     timeout: float | None = None
     grace: float = 30.0
@@ -154,7 +154,8 @@ class HttpProcess:
         plan = self._plan
         tokens = plan.max_waiting_tokens or hello.kv_tokens
         # Each HTTP process admits its part: they do not know of each other.
-        admission = Admission(max(1, plan.max_waiting // plan.workers), max(1, tokens // plan.workers))
+        waiting = plan.max_waiting or 2 * hello.max_sequences
+        admission = Admission(max(1, waiting // plan.workers), max(1, tokens // plan.workers))
         return Service(
             plan.name,
             self.client,

@@ -131,6 +131,10 @@ class Call:
                 refusal.message, refusal.status, kind, refusal.reason, retry_after=refusal.retry_after
             ) from None
 
+    def _shows_ids(self, options: Options) -> bool:
+        """Whether token ids are sent: if asked for, and where there is no text to send."""
+        return options.return_token_ids or self.service.reader.tokenizer is None
+
     def _check_priority(self, options: Options) -> None:
         most = None if self.tenant is None else self.tenant.max_priority
         if most is not None and options.priority > most:
@@ -155,7 +159,7 @@ class Call:
             for task in (work, gone):
                 task.cancel()
             answering.abort()
-        tokenizer, shown = self.service.reader.tokenizer, {"id": name, "token_ids": options.return_token_ids}
+        tokenizer, shown = self.service.reader.tokenizer, {"id": name, "token_ids": self._shows_ids(options)}
         model = self.service.model
         if chat:
             output = answering.outputs[0]
@@ -175,7 +179,7 @@ class Call:
     def _chunks(self, answering: Answering, options: Options, name: str, chat: bool) -> Chunks:
         prompts = [output for output in answering.outputs for _ in output.outputs]
         common = (name, self.service.model, self.service.reader.tokenizer, prompts)
-        shown = {"usage": options.include_usage, "token_ids": options.return_token_ids}
+        shown = {"usage": options.include_usage, "token_ids": self._shows_ids(options)}
         if chat:
             return ChatChunks(*common, top=answering.generations[0].asked.params.logprobs or 0, **shown)
         return TextChunks(*common, echo=options.echo, no_output=options.no_output, **shown)
