@@ -284,8 +284,8 @@ def tokenizer_of(plan: Plan) -> tuple[Tokenizer | None, str]:
 def listen(host: str, port: int) -> socket.socket:
     """The listening socket, or one line that says why there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio turns Nagle's algorithm off only for sockets that do so: with it, a head and a
-    # body written one after the other reach a client 40 ms apart.
+    # The protocol is named because asyncio turns Nagle's algorithm off only for sockets that do so: with it, a head and
+    # a body written one after the other reach a client 40 ms apart.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
