@@ -1,8 +1,13 @@
 """What tests of every folder share; its place also puts `tiny` on the path."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
 from tiny import make_tiny_model
 

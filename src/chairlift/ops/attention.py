@@ -13,6 +13,7 @@ from numba import njit, prange
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
+from chairlift.ops.triton_found import HAS_TRITON
 
 
 def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0) -> Array:
@@ -22,6 +23,10 @@ def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: B
     be written already. Gives [tokens, heads * dim].
     """
     if isinstance(qkv, torch.Tensor):
+        if qkv.is_cuda and HAS_TRITON:
+            from chairlift.ops.attention_cuda import attend
+
+            return attend(qkv, heads, cache, layer, batch, window)
         return paged_attention_reference(qkv, heads, cache, layer, batch, window)
     if not _fits_tiles(cache):
         return paged_attention_reference(torch.from_numpy(qkv), heads, cache, layer, batch, window).numpy()

@@ -23,7 +23,7 @@ class HostBatch(NamedTuple):
     tables: np.ndarray  # [slices, blocks] physical blocks in order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """The batch on its device, and as it was in main memory: on the CPU they are the same bytes."""
 
@@ -33,6 +33,27 @@ class Batch:
     contexts: torch.Tensor
     tables: torch.Tensor
     host: HostBatch
+    _tiles: torch.Tensor | None = None
+
+    @property
+    def decodes(self) -> int:
+        """How many slices of a single token stand before the first longer one."""
+        longer = np.flatnonzero(np.diff(self.host.starts) > 1)
+        return int(longer[0]) if longer.size else self.host.contexts.size
+
+    def tiles(self, tokens: int) -> torch.Tensor | None:
+        """The slices behind the decodes, cut into tiles of so many tokens: [2, tiles], each its slice and first token.
+
+        Made by the first layer that asks, for all.
+        """
+        first = self.decodes
+        if first == self.host.contexts.size:
+            return None
+        if self._tiles is None:
+            counts = np.diff(self.host.starts)[first:]
+            found = [(first + piece, token) for piece, count in enumerate(counts) for token in range(0, count, tokens)]
+            self._tiles = torch.tensor(found, dtype=torch.int32).T.contiguous().to(self.tables.device)
+        return self._tiles
 
     @staticmethod
     def on(device: torch.device, host: HostBatch) -> Batch:

@@ -1,7 +1,8 @@
 """The paged KV cache: its layout, writing to it, and copying blocks.
 
-One tensor [layers, blocks, 2, kv_heads, dim * block_size]. In a block, keys lie transposed [dim, block_size], so that
-the scores of a whole block are one vector operation for each element of a query, and values [block_size, dim].
+One tensor [layers, blocks, 2, kv_heads, dim * block_size]. In a block, values lie as [block_size, dim], and so do keys;
+but for the compiled CPU kernels keys lie transposed [dim, block_size], so that the scores of a whole block are one
+vector operation for each element of a query.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        compiled: bool | None = None,
     ) -> None:
         shape = (layers, blocks, 2, kv_heads, dim * block_size)
         # Zeros, not empty: a kernel may read the unwritten tail of a block, and 0 times its weight must be 0, not NaN.
@@ -40,12 +43,16 @@ class KvCache:
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.blocks, self.kv_heads, self.dim, self.block_size = blocks, kv_heads, dim, block_size
+        is_compiled = device.type == "cpu" and dtype == torch.float32 if compiled is None else compiled
         # What compiled kernels see, made once: asking torch for it in every layer of every step takes its time.
-        self.arrays = [layer.numpy() for layer in self.data] if device.type == "cpu" and dtype == torch.float32 else []
+        self.arrays = [layer.numpy() for layer in self.data] if is_compiled else []
 
     def keys(self, layer: int) -> torch.Tensor:
         """[blocks, kv_heads, dim, block_size]"""
-        return self.data[layer, :, 0].view(self.blocks, self.kv_heads, self.dim, self.block_size)
+        data = self.data[layer, :, 0]
+        if self.arrays:
+            return data.view(self.blocks, self.kv_heads, self.dim, self.block_size)
+        return data.view(self.blocks, self.kv_heads, self.block_size, self.dim).transpose(-1, -2)
 
     def values(self, layer: int) -> torch.Tensor:
         """[blocks, kv_heads, block_size, dim]"""

@@ -13,6 +13,7 @@ from numba import njit, prange
 
 from chairlift.ops.norm import normalize, rms_norm_reference
 from chairlift.ops.tile import PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
+from chairlift.ops.triton_found import HAS_TRITON
 
 _K_BLOCK = {4: 576, 8: 384, 16: 96}[WIDTH]  # a panel's share of K that stays in the first-level cache for all rows
 _ROW_BLOCK = 192  # rows that pass over a panel together: their inputs and sums stay in the second-level cache
@@ -72,12 +73,27 @@ class Linear:
             return self(torch.from_numpy(x), None if add_to is None else torch.from_numpy(add_to)).numpy()
         if self._packed is None:
             assert self.weight is not None
+            if x.is_cuda and HAS_TRITON:
+                return self._on_cuda(x, self.weight, add_to)
             return linear_reference(x, self.weight, self.bias, self.norm, self.gated, add_to)
         out = np.empty((x.shape[0], self.width), np.float32) if add_to is None else add_to
         mode = _GATED if self.gated else _PLAIN if add_to is None else _ADD
         source = np.empty(x.shape, np.float32) if self.norm else x
         _linear(x, self._scale, self._eps, source, self._packed, self._bias, out, mode, torch.get_num_threads())
         return out
+
+    def _on_cuda(self, x: torch.Tensor, weight: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+        """The product by cuBLAS, which adds the residual on the way; the norm and the gate in one pass each."""
+        from chairlift.ops import fused_cuda
+
+        if self.norm is not None:
+            x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
+        if add_to is not None and self.bias is None and not self.gated:
+            return add_to.addmm_(x, weight.t())
+        y = F.linear(x, weight, self.bias)
+        if self.gated:
+            y = fused_cuda.silu_mul(y)
+        return y if add_to is None else add_to.add_(y)
 
 
 def linear_reference(

@@ -14,6 +14,7 @@ from numba import njit, prange
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache, put, write_kv_reference
 from chairlift.ops.norm import normalize, rms_norm_reference
+from chairlift.ops.triton_found import HAS_TRITON
 
 _NOTHING = np.empty(0, np.float32)
 
@@ -33,7 +34,12 @@ def rotate_and_store(
     them.
     """
     if isinstance(qkv, torch.Tensor):
-        rotate_and_store_reference(qkv, cache, layer, batch, turns, norms, eps)
+        if qkv.is_cuda and HAS_TRITON:
+            from chairlift.ops import fused_cuda
+
+            fused_cuda.rotate_and_store(qkv, cache, layer, batch, turns, norms, eps)  # type: ignore[arg-type]
+        else:
+            rotate_and_store_reference(qkv, cache, layer, batch, turns, norms, eps)
         return
     (cos, sin), (q_norm, k_norm), host = turns, norms or (_NOTHING, _NOTHING), batch.host
     _rotate_and_store(

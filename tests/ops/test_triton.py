@@ -1,0 +1,102 @@
+"""The Triton kernels against plain torch: in Triton's interpreter where there is no GPU, else on the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from chairlift.ops import attention_cuda, fused_cuda
+from chairlift.ops.attention import paged_attention_reference
+from chairlift.ops.batch import Batch, HostBatch
+from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.linear import silu_mul_reference
+from chairlift.ops.norm import rms_norm_reference
+from chairlift.ops.rotate import rotate_and_store_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert torch.isfinite(got).all()
+    error = (got.double() - expected.double()).abs().max() / expected.double().abs().max()
+    return bool(error < 2 * NEAR[got.dtype])
+
+
+def make_batch(pieces: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
+    """Slices of (tokens before, tokens now) over scattered pages; the number of blocks there must be."""
+    contexts = [before + now for before, now in pieces]
+    needed = [-(-context // block_size) for context in contexts]
+    order = np.random.permutation(sum(needed) + 2).astype(np.int32)
+    tables = np.zeros((len(pieces), max(needed)), np.int32)
+    positions, slots = [], []
+    for i, (before, now) in enumerate(pieces):
+        tables[i, : needed[i]], order = order[: needed[i]], order[needed[i] :]
+        place = np.arange(before, before + now)
+        positions.append(place)
+        slots.append(tables[i, place // block_size].astype(np.int64) * block_size + place % block_size)
+    starts = np.cumsum([0, *(now for _, now in pieces)]).astype(np.int32)
+    host = HostBatch(np.concatenate(positions), np.concatenate(slots), starts, np.array(contexts, np.int32), tables)
+    return Batch.on(DEVICE, host), sum(needed) + 2
+
+
+PIECES = {
+    "decodes": [(0, 1), (15, 1), (16, 1), (130, 1)],
+    "a whole prompt": [(0, 77)],
+    "all mixed": [(100, 1), (5, 1), (0, 33), (31, 17), (64, 1)],
+}
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_attention_matches(
+    heads: int, kv_heads: int, dim: int, pieces: list[tuple[int, int]], window: int, dtype: torch.dtype
+) -> None:
+    if DEVICE.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter computes bfloat16 in NumPy, which has none")
+    batch, blocks = make_batch(pieces, 16)
+    cache = KvCache(2, blocks, kv_heads, dim, 16, dtype, DEVICE, compiled=False)
+    cache.data.normal_()
+    qkv = torch.randn(batch.positions.shape[0], heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE)
+    got = attention_cuda.attend(qkv, heads, cache, 1, batch, window)
+    assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_long_contexts_are_split_and_joined(window: int) -> None:
+    batch, blocks = make_batch([(1500, 1), (40, 1), (700, 1)], 16)
+    cache = KvCache(1, blocks, 2, 64, 16, torch.float32, DEVICE, compiled=False)
+    cache.data.normal_()
+    qkv = torch.randn(3, 8, 64, device=DEVICE)
+    assert attention_cuda._parts(3 * 2, 1501, 0) > 1
+    got = attention_cuda.attend(qkv, 4, cache, 0, batch, window)
+    assert close(got, paged_attention_reference(qkv, 4, cache, 0, batch, window))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_queries_and_keys_are_turned_and_stored(dim: int, normed: bool) -> None:
+    batch, blocks = make_batch([(10, 1), (0, 19)], 16)
+    qkv = torch.randn(20, 4 + 2 + 2, dim, device=DEVICE) * 3
+    angles = torch.randn(200, dim // 2, device=DEVICE)
+    norms = (torch.randn(dim, device=DEVICE), torch.randn(dim, device=DEVICE)) if normed else None
+    results = []
+    for op in (fused_cuda.rotate_and_store, rotate_and_store_reference):
+        cache, x = KvCache(2, blocks, 2, dim, 16, torch.float32, DEVICE, compiled=False), qkv.clone()
+        op(x, cache, 1, batch, (angles.cos(), angles.sin()), norms, 1e-6)
+        results.append((x, cache.data))
+    for got, expected in zip(*results, strict=True):
+        assert close(got, expected)
+
+
+@pytest.mark.parametrize("size", [64, 576, 1000])
+def test_norm_and_gate_match(size: int) -> None:
+    x, weight = torch.randn(5, size, device=DEVICE) * 10, torch.randn(size, device=DEVICE)
+    assert close(fused_cuda.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    y = torch.randn(3, 2 * size, device=DEVICE)
+    assert close(fused_cuda.silu_mul(y), silu_mul_reference(y))
