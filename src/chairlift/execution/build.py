@@ -72,8 +72,15 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
     decoder = load(config, checkpoint, device, limits.max_length, progress)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
     capacity = plan_capacity(decoder, limits, settings.cache.block_size, settings.cache.kv_tokens, share)
+    spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
     cache = KvCache(
-        config.layers, capacity.blocks, config.kv_heads, config.head_dim, capacity.block_size, config.dtype, device
+        config.layers,
+        capacity.blocks + spare,
+        config.kv_heads,
+        config.head_dim,
+        capacity.block_size,
+        config.dtype,
+        device,
     )
     scheduling = settings.scheduling
     scheduler = Scheduler(
@@ -92,7 +99,11 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
         dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size)
         slowest = (time.monotonic() - start) * limits.step_tokens / _TRIED
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
-    engine = Engine(scheduler, TorchExecutor(decoder, cache, limits), WallClock(), overlap=overlap)
+    executor = TorchExecutor(decoder, cache, limits)
+    if device.type == "cuda":
+        with console.status("recording decode steps") if progress else nullcontext():
+            executor.use_graphs(capacity.blocks).record()
+    engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     return Built(engine, config, limits, capacity, checkpoint, device, slowest)
 
 

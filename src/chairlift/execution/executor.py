@@ -10,6 +10,7 @@ import torch
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
 from chairlift.core.scheduler import Limits
+from chairlift.execution.graphs import DecodeGraphs
 from chairlift.execution.rows import Rows
 from chairlift.execution.sampler import Sampler
 from chairlift.models.decoder import Decoder
@@ -57,6 +58,16 @@ class TorchExecutor:
         self._device = decoder.device
         self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
+        self._graphs: DecodeGraphs | None = None
+        self._limits = limits
+
+    @torch.inference_mode()
+    def use_graphs(self, scratch_block: int) -> DecodeGraphs:
+        """Run decode steps as recorded ones; the block is one that no sequence ever gets."""
+        limits = self._limits
+        self._rows.keep_tables_on_device(scratch_block)
+        self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences, limits.max_length)
+        return self._graphs
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
@@ -66,20 +77,17 @@ class TorchExecutor:
         self._rows.update(plan)
         for sequence in plan.placed:
             self._sampler.place(sequence)
-        inputs, batch = self._rows.gather(plan)
-        wanted = torch.tensor(plan.sampled_at, dtype=torch.int64, device=self._device)
-        if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
-            everything = self._decoder.forward(inputs, batch, self._cache, None)
-            prompt_scores = self._score_prompts(plan.slices, everything)
-            hidden = everything[wanted]
+        prompt_scores: list[tuple[Sequence, int, int, Scores]] = []
+        if self._graphs is not None and is_decode(plan):
+            decodes = np.array([piece.sequence.row for piece in plan.slices])
+            logits = self._graphs.run(decodes, np.array([piece.start for piece in plan.slices]))
         else:
-            hidden = self._decoder.forward(inputs, batch, self._cache, wanted)
-            prompt_scores = []
-        if not plan.samples:
-            return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
+            hidden, prompt_scores = self._forward(plan)
+            if not plan.samples:
+                return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
+            logits = self._decoder.logits(hidden)
         rows = np.array([sequence.row for sequence in plan.samples])
         positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
-        logits = self._decoder.logits(hidden)
         scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.params.logprobs is not None]
         raw = logits[scored].clone() if scored else logits  # what the model said, before penalties and temperature
         tokens = self._sampler.sample(logits, rows, positions)
@@ -89,6 +97,15 @@ class TorchExecutor:
             counts = [plan.samples[i].request.params.logprobs or 0 for i in scored]
             scores = scored, counts, self._score(raw, tokens[scored], max(counts))
         return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
+
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[tuple[Sequence, int, int, Scores]]]:
+        """The hidden states of what is sampled, and the prompts' scores that were asked for."""
+        inputs, batch = self._rows.gather(plan)
+        wanted = torch.tensor(plan.sampled_at, dtype=torch.int64, device=self._device)
+        if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
+            everything = self._decoder.forward(inputs, batch, self._cache, None)
+            return everything[wanted], self._score_prompts(plan.slices, everything)
+        return self._decoder.forward(inputs, batch, self._cache, wanted), []
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a pass and bring its tokens to the host."""
@@ -131,3 +148,10 @@ class TorchExecutor:
             return None
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """Whether every slice is one token that samples one: nothing of a prompt, no fork, no prompt's scores."""
+    return plan.tokens == len(plan.slices) == len(plan.samples) and all(
+        piece.sequence.request.params.prompt_logprobs is None for piece in plan.slices
+    )

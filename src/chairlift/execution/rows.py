@@ -20,8 +20,16 @@ class Rows:
     def __init__(self, seats: int, max_length: int, block_size: int, device: torch.device) -> None:
         self.device = device
         self.block_size = block_size
-        self.tokens = torch.zeros(seats, max_length + 1, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(seats + 1, max_length + 1, dtype=torch.int32, device=device)
         self._tables = np.zeros((seats, -(-max_length // block_size)), np.int32)
+        # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
+        self.device_tables = torch.empty(0)
+        self._written = np.zeros(seats, np.int64)  # blocks of each row that the device knows
+
+    def keep_tables_on_device(self, scratch_block: int) -> None:
+        """From now on, have every table on the device as well."""
+        shape = self._tables.shape[0] + 1, self._tables.shape[1]
+        self.device_tables = torch.full(shape, scratch_block, dtype=torch.int32, device=self.device)
 
     def update(self, plan: StepPlan) -> None:
         """Take in who sat down and whose table grew."""
@@ -31,10 +39,26 @@ class Rows:
             self._write_table(sequence)
         for sequence in plan.grown:
             self._write_table(sequence)
+        if self.device_tables.numel() and (plan.placed or plan.grown):
+            self._send_tables(plan)
 
     def _write_table(self, sequence: Sequence) -> None:
         blocks = sequence.table.blocks
         self._tables[sequence.row, : len(blocks)] = blocks
+
+    def _send_tables(self, plan: StepPlan) -> None:
+        """Bring the device's tables up to date, all changes in one transfer."""
+        changes: list[tuple[int, int, int]] = []
+        for sequence in plan.placed:
+            self._written[sequence.row] = 0
+        for sequence in (*plan.placed, *plan.grown):
+            row, blocks = sequence.row, sequence.table.blocks
+            # The last one it knows may have been replaced by a copy.
+            first = max(0, int(self._written[row]) - 1)
+            changes += ((row, i, blocks[i]) for i in range(first, len(blocks)))
+            self._written[row] = len(blocks)
+        rows, columns, blocks_now = self._send(np.array(changes, np.int64).T.copy())
+        self.device_tables[rows, columns] = blocks_now.int()
 
     def gather(self, plan: StepPlan) -> tuple[torch.Tensor, Batch]:
         """The flat batch of a plan: input tokens, and where each belongs."""
