@@ -37,7 +37,7 @@ def generate(server: Running, examples: int, seed: int) -> subprocess.Popen[str]
 
 
 @pytest.mark.parametrize(
-    ("examples", "least"), [(8, 400), pytest.param(2500, 20_000, marks=pytest.mark.long)], ids=["some", "many"]
+    ("examples", "least"), [(8, 400), pytest.param(2700, 20_000, marks=pytest.mark.long)], ids=["some", "many"]
 )
 def test_no_generated_request_breaks_the_server(tiny_model: Path, examples: int, least: int) -> None:
     with running(tiny_model, "--log-level", "error", "--max-waiting", "1000") as server:
