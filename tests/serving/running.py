@@ -8,12 +8,13 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,7 +28,7 @@ class Running:
     """A server under test."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     lines: list[str] = field(default_factory=list)  # what it has printed up to its address
     key: str | None = None  # sent with every request, if there is one
 
@@ -67,13 +68,16 @@ class Running:
 
     def engine_pid(self) -> int:
         """The engine process, found as the child that runs one."""
-        listed = subprocess.run(["ps", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-        whole = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-        for line in (listed.stdout + whole.stdout).splitlines():
+        return self.child("engine_process", "fake_engine")
+
+    def child(self, *names: str) -> int:
+        """The child process whose command line has one of the names; `-ww`, or a long path would hide it."""
+        listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+        for line in listed.stdout.splitlines():
             pid, parent, args = line.split(None, 2)
-            if int(parent) == self.process.pid and ("engine_process" in args or "fake_engine" in args):
+            if int(parent) == self.process.pid and any(name in args for name in names):
                 return int(pid)
-        raise AssertionError("there is no engine process")
+        raise AssertionError(f"there is no process {names}")
 
     def wait_until(self, condition: Any, seconds: float = 20.0) -> float:
         """Seconds until something holds; an error if it never does."""
@@ -99,30 +103,36 @@ def running(
             "from chairlift.cli import main; main()"
         )
     command = [sys.executable, "-c", start, *([json.dumps(FAKE)] if fake else [])]
-    process = subprocess.Popen(
-        [*command, "serve", str(model), "--port", "0", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
-    assert process.stderr is not None
-    lines: list[str] = []
-    for line in process.stderr:
-        lines.append(line)
-        if "address" in line:
-            break
-    else:
-        raise AssertionError("the server did not start:\n" + "".join(lines))
-    url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")
-    # Its log must be read, or a full pipe would hold it up.
-    reader = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-    try:
-        yield Running(url, process, lines)
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with tempfile.NamedTemporaryFile("w+", prefix="chairlift-log-") as log:
+        process = subprocess.Popen(
+            [*command, "serve", str(model), "--port", "0", *flags],
+            stderr=log,
+            env={**os.environ, **(environment or {})},
+        )
         try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
+            lines = _lines_up_to(log, "address", process)
+            url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")
+            yield Running(url, process, lines)
+        except BaseException:
+            log.seek(0)
+            print("the server's log:", log.read()[-8000:], sep="\n")  # pytest shows it
+            raise
+        finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(10)
-        reader.wait(10)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)
+                process.wait(10)
+
+
+def _lines_up_to(log: IO[str], word: str, process: subprocess.Popen[bytes]) -> list[str]:
+    while True:
+        has_ended = process.poll() is not None
+        log.seek(0)
+        lines = [line for line in log.read().splitlines(keepends=True) if line.endswith("\n")]
+        found = next((number for number, line in enumerate(lines) if word in line), None)
+        if found is not None:
+            return lines[: found + 1]
+        assert not has_ended, "the server did not start"
+        time.sleep(0.02)

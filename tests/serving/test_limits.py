@@ -255,7 +255,7 @@ def test_a_server_with_a_certificate_speaks_https_alone(tiny_model: Path, certif
 
 def test_several_http_processes_serve_one_model_and_sum_their_metrics(tiny_model: Path) -> None:
     with running(tiny_model, "--api-workers", "2", fake=True) as server:
-        first, second = server.process.pid, child_of(server, "http_process")
+        first, second = server.process.pid, server.child("http_process")
         for other in (first, second):  # while one of them stands still, the other answers
             with standing_still(other):
                 assert server.post(COMPLETION, {**ONE, "max_tokens": 4}).status_code == 200
@@ -273,13 +273,6 @@ def test_several_http_processes_serve_one_model_and_sum_their_metrics(tiny_model
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in (second, engine))
-
-
-def child_of(server: Running, name: str) -> int:
-    """A child process by what its command line has."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = (line.split(None, 2) for line in listed.splitlines())
-    return next(int(pid) for pid, parent, args in rows if int(parent) == server.process.pid and name in args)
 
 
 @contextmanager
