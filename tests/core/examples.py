@@ -7,11 +7,12 @@ from typing import Any
 from fakes import VOCAB, FakeExecutor, ManualClock
 
 from chairlift.core.blocks import BlockPool
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, StepPlan, StepResult
 from chairlift.core.policy import Policy
 from chairlift.core.request import Request, Sequence
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 
 WORD = 7  # the token that every step of an example gives, unless it says otherwise

@@ -11,10 +11,11 @@ from examples import WORD, ask, engine_of, give, names, request, scheduler_of, s
 
 from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import SettingsError
+from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, StepResult, TokenLogprobs
 from chairlift.core.policy import Fcfs
 from chairlift.core.request import FinishReason, Phase, Sequence
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
 
 # ---- one budget
 

@@ -23,10 +23,11 @@ from fakes import VOCAB, FakeExecutor, ManualClock, answer_to
 
 from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import RequestError
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, StepPlan, StepResult
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 
 

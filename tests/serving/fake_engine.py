@@ -9,8 +9,9 @@ import os
 import time
 
 from chairlift.core.blocks import BlockPool
+from chairlift.core.limits import Limits
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.serving.engine_process import Job, main
 from chairlift.serving.messages import Hello

@@ -8,10 +8,11 @@ from statistics import median
 from time import perf_counter
 
 from chairlift.core.blocks import BlockPool
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepResult
 from chairlift.core.request import Request
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
 
 _BLOCK = 16
 _TOKEN = 1

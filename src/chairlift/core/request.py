@@ -37,6 +37,12 @@ class Request:
     seed: int = 0  # params.seed, or what the engine drew
     eos_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words in token ids
+    tenant: str = ""  # on whose behalf: fair sharing counts by it
+    weight: float = 1.0  # the tenant's share against others'
+    priority: int = 0  # higher goes first
+    deadline: float | None = None  # when its first token is due, on the clock of `arrival`
+    endpoint: str = ""  # where it came from: a hint on the length of its answer
+    known_length: int | None = None  # of the answer, in experiments alone
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -16,10 +16,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from chairlift.core.batching import GATES
 from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import ModelError, SettingsError
+from chairlift.core.limits import Limits
 from chairlift.core.policy import POLICIES
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.execution.capacity import Capacity, plan_capacity

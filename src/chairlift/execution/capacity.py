@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from chairlift.core.errors import CapacityError
-from chairlift.core.scheduler import Limits
+from chairlift.core.limits import Limits
 from chairlift.execution.dry_run import dry_run
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
-from chairlift.core.scheduler import Limits
 from chairlift.execution.graphs import DecodeGraphs
 from chairlift.execution.rows import Rows
 from chairlift.execution.sampler import Sampler

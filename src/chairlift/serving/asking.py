@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from chairlift.core.errors import RequestError
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
-from chairlift.core.scheduler import Limits
 from chairlift.openai.options import Options
 from chairlift.openai.params import (
     Body,

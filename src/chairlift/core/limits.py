@@ -1,0 +1,57 @@
+"""Limits: what a step and a sequence may take at most, and the refusal of what could never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chairlift.core.errors import RequestError, SettingsError
+from chairlift.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step and a sequence may take at most."""
+
+    max_sequences: int  # in the batch at once
+    step_tokens: int  # in one forward pass
+    max_length: int  # of a sequence, prompt included
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "step_tokens", "max_length", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+        if self.step_tokens < self.max_sequences:
+            raise SettingsError(
+                f"step_tokens is {self.step_tokens}, less than max_sequences {self.max_sequences}: "
+                "each running sequence needs one token a step; raise the first or lower the second"
+            )
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never run, with a RequestError."""
+        prompt, params = request.prompt, request.params
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(prompt) >= self.max_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.max_length}, which leaves no room "
+                "for an answer: shorten the prompt or raise max_length"
+            )
+        if params.n > self.max_sequences:
+            raise RequestError(
+                f"n is {params.n} and the batch holds {self.max_sequences} sequences: lower n or raise max_sequences"
+            )
+        named = {
+            "the prompt": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in request.bad_words for token in word],
+        }
+        for name, tokens in named.items():
+            for token in (min(tokens), max(tokens)) if tokens else ():
+                if not 0 <= token < self.vocab_size:
+                    raise RequestError(
+                        f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
+                        "use its own tokenizer"
+                    )
