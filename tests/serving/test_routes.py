@@ -175,6 +175,10 @@ def test_hostile_names_of_fields_do_no_harm_in_a_header(server: Running) -> None
     assert response.status_code == 200
     assert "x-evil" not in response.headers
     assert len(response.headers["x-chairlift-ignored-fields"]) < 5000
+    for name, shown in ((" ", "%20"), ("\x04", "%04"), (" é ", "%20%C3%A9%20")):
+        body = json.dumps({"prompt": "Hello", "max_tokens": 1, name: 1}).encode()
+        response = server.post(COMPLETION, body, headers={"Content-Type": "application/json"})
+        assert (response.status_code, response.headers["x-chairlift-ignored-fields"]) == (200, shown)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -67,7 +68,8 @@ class App:
             response = json_response(told.body, told.status)
         response.headers["X-Request-Id"] = call.id
         if call.ignored:
-            response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(_printable(name) for name in call.ignored[:20])
+            names = (quote(name[:100], errors="replace")[:200] for name in call.ignored[:20])  # a header takes no more
+            response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(names)
         self._allow_origin(http, response)
         try:
             await response(scope, receive, send)
@@ -151,11 +153,6 @@ def _request_id(http: HttpRequest) -> str:
     """The client's own name for its request, if it can be one."""
     given = http.headers.get("x-request-id", "")
     return given if NAME.fullmatch(given) else new_id("req").removeprefix("req-")
-
-
-def _printable(text: str) -> str:
-    """Safe in a header."""
-    return "".join(char if 32 < ord(char) < 127 or char == " " else "?" for char in text[:200])
 
 
 async def _nothing(_request: HttpRequest) -> Response:
