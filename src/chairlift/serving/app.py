@@ -120,7 +120,10 @@ class App:
         wanted = http.headers.get("access-control-request-headers", "authorization, content-type")
         return Response(
             status_code=204,
-            headers={"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": _printable(wanted)},
+            headers={
+                "Access-Control-Allow-Methods": "GET, POST",
+                "Access-Control-Allow-Headers": quote(wanted, safe=", "),
+            },
         )
 
     def _allow_origin(self, http: HttpRequest, response: Response) -> None:
