@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import struct
+from array import array
 from pathlib import Path
 
-_PACKED = struct.Struct("dd")
 PATIENCE = 4.0  # seconds without a sign of life, at least, before an engine counts as stuck
 
 
@@ -19,21 +18,23 @@ class Beat:
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            path.write_bytes(_PACKED.pack(0.0, PATIENCE))
+            path.write_bytes(array("d", [0.0, PATIENCE]).tobytes())
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _PACKED.size)
+            memory = mmap.mmap(file.fileno(), 16)
+        # Numbers that are stored whole. Not struct.pack_into: it clears its target first, and a process that looked just
+        # then would see an engine that has been silent since the beginning of time.
+        self._numbers = memoryview(memory).cast("d")
 
     def touch(self, now: float, patience: float) -> None:
         """The engine is alive now, and its next sign may take that long."""
-        _PACKED.pack_into(self._memory, 0, now, patience)
+        self._numbers[1] = patience
+        self._numbers[0] = now
 
     def silence(self, now: float) -> float:
         """Seconds since the last sign."""
-        last, _ = _PACKED.unpack_from(self._memory)
-        return float(now - last)
+        return now - self._numbers[0]
 
     @property
     def patience(self) -> float:
         """Seconds of silence that still are no reason to worry."""
-        _, patience = _PACKED.unpack_from(self._memory)
-        return float(patience)
+        return self._numbers[1]
