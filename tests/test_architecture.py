@@ -31,6 +31,7 @@ PURE = {
     "operator",
     "statistics",
     "typing",
+    "zlib",
 }
 
 # What each part of the package may import of the package. A part not listed here may import anything but the top.

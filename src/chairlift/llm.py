@@ -42,6 +42,7 @@ class LLM:
         self.model = model
         self._progress = progress
         self._built: Built = build(model, self.settings, progress=progress)
+        self._built.engine.end_input()  # whoever calls us has given all there is before we step
         self.engine = self._built.engine
         self.config = self._built.config
         self.capacity = self._built.capacity

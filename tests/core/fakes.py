@@ -93,11 +93,13 @@ class FakeExecutor:
     written. A complaint is a pytest failure, which the engine, unlike an error of the executor, does not survive.
     """
 
-    def __init__(self, seats: int, blocks: int, block_size: int, max_length: int) -> None:
+    def __init__(self, seats: int, blocks: int, block_size: int, max_length: int, host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.max_length = max_length
         self.rows = [Row() for _ in range(seats)]
         self.cache = [_GARBAGE] * (blocks * block_size)  # one mark a slot
+        self.host = [[_GARBAGE] * block_size for _ in range(host_blocks)]
+        self.swapped = 0
         self.copied = 0
         self.breaks_at_submit = False
         self.breaks_at_collect = False
@@ -127,6 +129,12 @@ class FakeExecutor:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Take in who sat down and whose table changed, and copy blocks: all are read before any is written."""
+        leaving = [self._read_block(source) for source, _ in plan.saved]
+        returning = {target: self.host[source] for source, target in plan.restored}
+        for (_, target), marks in zip(plan.saved, leaving, strict=True):
+            self.host[target] = marks
+        self.swapped += len(returning)
+        # Nothing is copied that came back in the same step: whoever shares a block has been here before.
         read = [self._read_block(source) for source, _ in plan.copies]
         begins = {piece.sequence for piece in plan.slices if piece.start == 0}
         for sequence in plan.placed:
@@ -134,8 +142,10 @@ class FakeExecutor:
             row.tokens, row.marks = list(sequence.tokens), marks_of(sequence.tokens)
             row.blocks = list(sequence.table.blocks)
             row.seed, row.index = sequence.request.seed, sequence.index
-            if sequence in begins:
+            if sequence in begins or returning.keys() & set(row.blocks):
                 self._spoil(row.blocks)
+        for target, marks in returning.items():
+            self._write_block(target, marks)
         for sequence in plan.grown:
             row = self.rows[sequence.row]
             known, row.blocks = len(row.blocks), list(sequence.table.blocks)

@@ -13,7 +13,7 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, StepResult, TokenLogprobs
-from chairlift.core.policy import Fcfs
+from chairlift.core.policy import Policy
 from chairlift.core.request import FinishReason, Phase, Sequence
 from chairlift.core.scheduler import Scheduler
 
@@ -314,14 +314,14 @@ def test_every_answer_survives_a_cache_that_holds_only_one_of_them() -> None:
 # ---- any policy
 
 
-class ShortestFirst(Fcfs):
+class ShortestFirst(Policy):
     """A key that lets newcomers pass."""
 
     def key(self, sequence: Sequence) -> float:
         return sequence.prompt_length
 
 
-class OldestYields(Fcfs):
+class OldestYields(Policy):
     """A victim rule that is as bad as can be."""
 
     def victim(self, candidates: list[Sequence]) -> Sequence:

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
+from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.batching import GATES
+from chairlift.core.blocks import BlockPool
+from chairlift.core.cost import Cost
 from chairlift.core.errors import SettingsError
-from chairlift.core.policy import POLICIES
+from chairlift.core.limits import Limits
+from chairlift.core.policies import POLICIES
+from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.request import Request
 from chairlift.core.settings import Settings, options
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -30,7 +36,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"batching": "never"}, "batching is 'never'"),
     ({"prefill": "none"}, "prefill is 'none'"),
     ({"preemption": "none"}, "preemption is 'none'"),
-    ({"max_lenght": 5}, "unknown setting max_lenght: there are batching, block_size"),
+    ({"predictor": "stars"}, "predictor is 'stars'"),
+    ({"aging": -1.0}, "aging is -1.0"),
+    ({"batch_window": float("inf")}, "batch_window is inf"),
+    ({"target_tpot": 0.0}, "target_tpot is 0.0"),
+    ({"target_tpot": 0.1, "prefill": "whole"}, "target_tpot is 0.1 with whole prompts"),
+    ({"host_tokens": 0}, "host_tokens is 0"),
+    ({"max_lenght": 5}, "unknown setting max_lenght: there are aging, batch_window"),
 ]
 
 
@@ -60,11 +72,22 @@ def test_a_name_belongs_to_one_group_and_says_when_to_change_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "table"),
-    [("policy", POLICIES), ("batching", GATES), ("prefill", PREFILL_MODES), ("preemption", PREEMPTIONS)],
+    [
+        ("policy", POLICIES),
+        ("batching", {name: gate for name, gate in GATES.items() if name != "static"}),
+        ("prefill", PREFILL_MODES),
+        ("preemption", PREEMPTIONS),
+        ("predictor", PREDICTORS),
+    ],
 )
 def test_every_entry_of_a_table_can_be_chosen_and_made(name: str, table: dict[str, Any]) -> None:
     (choices,) = [found.metadata["choices"] for _, found in options() if found.name == name]
-    assert choices == tuple(table)
-    for choice, make in table.items():
-        assert getattr(Settings.of(**{name: choice}).scheduling, name) == choice
-        make()
+    assert set(table) <= set(choices)
+    limits = Limits(max_sequences=2, step_tokens=66, max_length=64, vocab_size=9)
+    for choice in table:
+        scheduling = Settings.of(**{name: choice}).scheduling
+        assert getattr(scheduling, name) == choice
+        made = assemble_scheduler(scheduling, limits, BlockPool(4, 16), BlockPool(4, 16), Cost())
+        made.submit(Request("r", [1, 2]))
+        assert made.plan(1.0)
+        made.check()

@@ -18,16 +18,20 @@ and its own. With one seat and one token a step the bound is exact (see test_pro
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fakes import VOCAB, FakeExecutor, ManualClock, answer_to
 
+from chairlift.core.assemble import parts
 from chairlift.core.blocks import BlockPool
+from chairlift.core.cost import Cost
 from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, StepPlan, StepResult
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.settings import SchedulingSettings
 from chairlift.engine.engine import Engine
 
 
@@ -41,6 +45,7 @@ class Shape:
     blocks: int
     max_length: int
     overlap: bool
+    host_blocks: int = 0
 
     def turns(self, prompt: int, limit: int) -> int:
         """D: how many plans a sequence can be the oldest for."""
@@ -71,9 +76,10 @@ class WatchedScheduler(Scheduler):
     events = 0
     plans = 0
     resumed = 0
+    is_fcfs = True  # with continuous batches and chunked prompts: what is promised of its order holds
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
-        super().__init__(limits, pool)
+    def __init__(self, limits: Limits, pool: BlockPool, **choices: Any) -> None:
+        super().__init__(limits, pool, **choices)
         self.yielded: set[Sequence] = set()  # preempted and not yet back
         self.newcomers: list[Sequence] = []  # seated for the first time by the last plan
         self._last_seated = -1
@@ -93,7 +99,9 @@ class WatchedScheduler(Scheduler):
         limits, running = self.limits, self.running
         assert step.tokens <= limits.step_tokens, f"{step.tokens} tokens in a step of {limits.step_tokens}"
         assert len(running) <= limits.max_sequences, f"{len(running)} sequences in {limits.max_sequences} seats"
-        if running and len(self.waiting):
+        for sequence in (*running, *self.waiting):
+            assert sequence.preemptions <= 3, f"{sequence} had to yield {sequence.preemptions} times"
+        if self.is_fcfs and running and len(self.waiting):
             first = min(sequence.rank for sequence in self.waiting)
             assert running[-1].rank < first, f"{running[-1]} has overtaken one that waits"
         self._watch_seats(step)
@@ -109,7 +117,8 @@ class WatchedScheduler(Scheduler):
                 self.yielded.discard(sequence)
                 self.resumed += 1
             elif sequence.index == 0:
-                assert sequence.order > self._last_seated, f"{sequence} was overtaken in admission"
+                if self.is_fcfs:
+                    assert sequence.order > self._last_seated, f"{sequence} was overtaken in admission"
                 self._last_seated = sequence.order
                 self.newcomers.append(sequence)
 
@@ -144,12 +153,17 @@ class WatchedScheduler(Scheduler):
 class World:
     """Submits, aborts, stops, breaks and steps; and holds every answer against what the model says alone."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, settings: SchedulingSettings | None = None) -> None:
         self.shape = shape
         limits = Limits(shape.seats, shape.step_tokens, shape.max_length, VOCAB)
-        self.scheduler = WatchedScheduler(limits, BlockPool(shape.blocks, shape.block_size))
-        self.executor = FakeExecutor(shape.seats, shape.blocks, shape.block_size, shape.max_length)
-        self.engine = Engine(self.scheduler, self.executor, ManualClock(), overlap=shape.overlap)
+        host = BlockPool(shape.host_blocks, shape.block_size)
+        pool = BlockPool(shape.blocks, shape.block_size)
+        chosen = settings or SchedulingSettings()
+        self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()))
+        self.scheduler.is_fcfs = settings is None
+        self.executor = FakeExecutor(shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks)
+        self.clock = ManualClock()
+        self.engine = Engine(self.scheduler, self.executor, self.clock, overlap=shape.overlap)
         self.live: dict[str, Record] = {}
         self.speaking: dict[tuple[str, int], Sequence] = {}  # live sequences whose tokens have begun to come
         self.submitted = 0
@@ -161,11 +175,19 @@ class World:
 
     # ---- what can happen
 
-    def submit(self, prompt: list[int], n: int, max_tokens: int | None, eos: int, seed: int) -> None:
+    def submit(self, prompt: list[int], n: int, max_tokens: int | None, eos: int, seed: int, **more: Any) -> None:
         """Ask for something that may be impossible: then it must be refused, and nothing else."""
         shape = self.shape
         params = SamplingParams(n=n, max_tokens=max_tokens)
-        request = Request(f"r{self.submitted}", prompt, params, seed=seed, eos_ids=frozenset(range(eos)))
+        request = Request(
+            f"r{self.submitted}",
+            prompt,
+            params,
+            arrival=self.clock.now(),
+            seed=seed,
+            eos_ids=frozenset(range(eos)),
+            **more,
+        )
         self.submitted += 1
         is_possible = 0 < len(prompt) < shape.max_length and n <= shape.seats
         try:
@@ -206,22 +228,28 @@ class World:
         """One step of the engine; all it says must be true, and in time."""
         events = self.engine.step()
         plans = self.scheduler.plans
-        for sequence in self.scheduler.newcomers:
+        for sequence in self.scheduler.newcomers if self.scheduler.is_fcfs else ():
             record = self.live[sequence.request.id]
             assert plans <= record.seated_by, f"{sequence} sat down in plan {plans}, not by {record.seated_by}"
         self._read(events)
-        for record in self.live.values():
+        for record in self.live.values() if self.scheduler.is_fcfs else ():
             assert plans < record.ended_by, f"{record} has not ended by plan {record.ended_by}"
 
     def drain(self) -> None:
-        """Step until nothing is left; the bound on waiting makes sure that this ends."""
+        """Step until nothing is left: under fcfs the bound on waiting makes sure that this ends, else a count."""
+        self.engine.end_input()
+        left = 1000 + 10 * sum(record.turns * record.sequences_left for record in self.live.values())
         while self.engine.has_work:
             self.step()
+            self.clock.time += 0.01
+            left -= 1
+            assert left, f"{self.live} never ended"
         scheduler, pool = self.scheduler, self.scheduler.pool
         assert not self.live, "requests were lost"
         assert not self.speaking
         assert not scheduler.yielded, "preempted sequences never came back"
         assert pool.free == pool.total
+        scheduler.preemption.check([])  # nothing is left in host memory
         assert scheduler.counters.submitted == self.submitted
         assert scheduler.counters.rejected == self.refused
 
@@ -266,5 +294,5 @@ class World:
 
 def live_requests_of(step: StepPlan) -> set[str]:
     """The requests that have a sequence in the plan which has not ended since."""
-    sequences = [piece.sequence for piece in step.slices] + step.samples
+    sequences = [piece.sequence for piece in step.slices] + step.samples + step.placed
     return {sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE}

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -20,6 +20,7 @@ Model = Annotated[
     typer.Option("--model", "-m", help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub."),
 ]
 Command = Callable[..., Any]
+ALIASES = {"step_tokens": ("--max-batch-tokens",)}  # what others call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def with_settings(command: Command) -> Command:
         if choices:
             kind = Literal[choices]
         flags.append(_parameter(found.name, kind, found.default, found.metadata["help"], f"{group.title()} settings"))
+        if found.metadata.get("is_time"):
+            flags[-1] = _timed(flags[-1])
     return _gather(command, flags, "settings", lambda values: values)
 
 
@@ -72,9 +75,33 @@ def with_sampling(command: Command) -> Command:
 def _parameter(name: str, kind: Any, default: Any, help: str, panel: str) -> inspect.Parameter:
     dashed = name.replace("_", "-")
     is_switch = kind is bool or kind == bool | None
-    flag = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
-    shown = typer.Option(flag, help=help, rich_help_panel=panel, show_default=default not in (None, []))
+    names = [f"--{dashed}/--no-{dashed}"] if is_switch else [f"--{dashed}", *ALIASES.get(name, ())]
+    shown = typer.Option(*names, help=help, rich_help_panel=panel, show_default=default not in (None, []))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
+
+
+def _timed(flag: inspect.Parameter) -> inspect.Parameter:
+    """The same flag, written with or without a unit."""
+    _, shown = get_args(flag.annotation)
+    shown.parser, shown.metavar = duration, "TIME"
+    return flag.replace(annotation=Annotated[float | None, shown])
+
+
+def duration(text: str | float) -> float:
+    """Seconds: a number, or one with the unit ms or s.
+
+    >>> duration("50ms"), duration("2s"), duration("0.5")
+    (0.05, 2.0, 0.5)
+    """
+    if isinstance(text, float | int):
+        return float(text)
+    for unit, factor in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                return float(text.removesuffix(unit)) * factor
+            except ValueError:
+                break
+    raise typer.BadParameter(f"{text!r} is no time: use 50ms, 2s, or a number of seconds")
 
 
 def _gather(

@@ -76,7 +76,12 @@ def serve(
     from chairlift.core.settings import Settings
     from chairlift.serving.server import Plan, run
 
-    Settings.of(**settings)  # a wrong value is refused here, before a process is started
+    chosen = Settings.of(**settings)  # a wrong value is refused here, before a process is started
+    if chosen.scheduling.batching == "static":
+        raise SettingsError(
+            "static batches wait until they are full, and a server never knows whether anybody else will come: use "
+            "--batching dynamic, which waits for --batch-window at most"
+        )
     if (tls_cert is None) != (tls_key is None):
         raise SettingsError("--tls-cert and --tls-key go together: give both or neither")
     for file in (tls_cert, tls_key):

@@ -32,6 +32,10 @@ class StepPlan:
     # Blocks to copy before the pass: every source is read before any target is written.
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    # Blocks to move to host memory and back before the pass: here, too, all are read before any is written, and those
+    # that leave are read before anything is written at all.
+    saved: list[tuple[int, int]] = field(default_factory=list)
+    restored: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.slices)

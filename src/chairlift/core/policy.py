@@ -1,35 +1,59 @@
-"""Who goes next and who yields. A policy is a key (the smallest goes first) and a rule that picks the victim."""
+"""The seam for who goes next and who yields: a key, a lane, a victim rule. The policies are in policies.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Hashable, Mapping
 
 from chairlift.core.request import Sequence
 
-
-class Policy(Protocol):
-    """The order of the queue and of the batch; ties go to who came first."""
-
-    def key(self, sequence: Sequence) -> float:
-        """The sequence's place, asked once when it joins the queue."""
-        ...
-
-    def victim(self, candidates: list[Sequence]) -> Sequence:
-        """Who gives up its blocks; `candidates` is never empty and in the policy's order."""
-        ...
+Lane = Hashable
 
 
-class Fcfs:
-    """First come, first served: the oldest goes first, the youngest yields; nobody starves."""
+class Policy:
+    """First come, first served, and the rules that other policies change.
+
+    Those who wait stand in lanes, most policies have one; in a lane the smallest key goes first, and of equals who came
+    first.
+    """
+
+    needs_lengths = False  # whether it reads `sequence.expected`
+    is_preemptive = False  # whether those who run may have to yield to one who waits
+    fills_by_lane = False  # whether a batch that closes is made of one lane
 
     def key(self, sequence: Sequence) -> float:
-        """All equal: the arrival order decides."""
+        """Its place in its lane and in the batch, asked once when it joins the queue."""
         return 0.0
 
+    def lane(self, sequence: Sequence, now: float) -> Lane:
+        """Where it waits; asked again when it is first there, so that it may have to change."""
+        return None
+
+    def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
+        """The lane whose first goes next; there is at least one."""
+        return next(iter(heads))
+
     def victim(self, candidates: list[Sequence]) -> Sequence:
-        """The youngest."""
+        """Who gives up its blocks when memory is short; `candidates` is never empty and in the order of keys."""
         return candidates[-1]
 
+    def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
+        """Who gives up its seat and blocks to one who waits and does not fit, if anybody."""
+        return None
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs}
+    def arrange(self, prompts: list[Sequence]) -> list[Sequence]:
+        """In which order prompts under way share what the decodes leave of a step; they come in the order of keys."""
+        return prompts
+
+    # ---- what it may want to know
+
+    def arrived(self, sequence: Sequence) -> None:
+        """It waits for the first time."""
+
+    def seated(self, sequence: Sequence) -> None:
+        """It has a seat in the batch."""
+
+    def unseated(self, sequence: Sequence) -> None:
+        """It has lost its seat: it has ended, or yielded."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """It is gone; after `unseated`, if it had a seat."""

@@ -1,50 +1,119 @@
-"""The waiting line: a heap in the policy's order, whose cost per step does not depend on its length."""
+"""The waiting line: lanes in the policy's order, whose cost per step does not depend on their length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
+from chairlift.core.policy import Lane, Policy
 from chairlift.core.request import Phase, Sequence
+
+Entry = tuple[tuple[float, int, int], Sequence]
 
 
 class WaitingQueue:
-    """Sequences by rank. One that leaves from the middle stays in the heap as a dead entry until it surfaces."""
+    """Sequences in lanes, by rank. One that leaves from the middle stays as a dead entry until it surfaces."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._policy = policy or Policy()
         # Ranks are unique among those waiting, so that the sequence itself is never compared.
-        self._heap: list[tuple[tuple[float, int, int], Sequence]] = []
+        self._lanes: dict[Lane, list[Entry]] = {}
         self._size = 0
+        self._entries = 0  # in all heaps, the dead included
+        self._has_moved = False
+        self._kept: list[Lane] = []  # the only lane that is drawn from, if there is one
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, in no order."""
-        return (sequence for _, sequence in self._heap if sequence.phase is Phase.WAITING)
+        entries = (entry for heap in self._lanes.values() for entry in heap)
+        return (sequence for _, sequence in entries if sequence.phase is Phase.WAITING)
 
-    def push(self, sequence: Sequence) -> None:
-        """Join at the place that the rank gives."""
-        heappush(self._heap, (sequence.rank, sequence))
+    def push(self, sequence: Sequence, now: float = 0.0) -> None:
+        """Join at the place that lane and rank give."""
+        heappush(self._lanes.setdefault(self._policy.lane(sequence, now), []), (sequence.rank, sequence))
         self._size += 1
+        self._entries += 1
 
-    def peek(self) -> Sequence:
-        """The first in line; the queue must not be empty."""
-        heap = self._heap
-        while heap[0][1].phase is not Phase.WAITING:
-            heappop(heap)
-        return heap[0][1]
+    def peek(self, now: float = 0.0) -> Sequence | None:
+        """Who goes next, if anybody may."""
+        self._has_moved = True
+        while self._has_moved:  # who changes lanes may be first in one that was looked at already
+            self._has_moved = False
+            lanes = self._kept or list(self._lanes)
+            heads = {lane: head for lane in lanes if (head := self._head(lane, now)) is not None}
+        if not heads:
+            return None
+        return heads[self._policy.choose(heads, now)] if len(heads) > 1 else next(iter(heads.values()))
 
-    def pop(self) -> Sequence:
-        """Take the first in line."""
-        sequence = self.peek()
-        heappop(self._heap)
-        self._size -= 1
-        return sequence
+    def take(self, sequence: Sequence) -> None:
+        """Remove the one that `peek` has just shown."""
+        for heap in self._lanes.values():
+            if heap and heap[0][1] is sequence:
+                heappop(heap)
+                self._size -= 1
+                self._entries -= 1
+                return
+        raise AssertionError(f"{sequence} is first in no lane")
+
+    def largest(self) -> int:
+        """How many may be in one batch: all that wait, or those of the fullest lane."""
+        if not self._policy.fills_by_lane:
+            return self._size
+        return max((sum(each.phase is Phase.WAITING for _, each in heap) for heap in self._lanes.values()), default=0)
+
+    def keep_lane(self, seats: int, now: float) -> None:
+        """From now on draw from one lane only: one that fills the seats if there is any, or the first's."""
+        self._kept = []
+        if self._policy.fills_by_lane and (head := self.peek(now)) is not None:
+            full = [lane for lane, heap in self._lanes.items() if len(heap) >= seats]
+            heads = {lane: first for lane in full if (first := self._head(lane, now)) is not None}
+            first = min(heads.values(), key=lambda each: each.order) if heads else head
+            self._kept = [self._policy.lane(first, now)]
+
+    def keep_all(self) -> None:
+        """Draw from all lanes again."""
+        self._kept = []
 
     def forget(self, count: int) -> None:
-        """Count `count` sequences out that have left the waiting phase without being popped."""
+        """Count `count` sequences out that have left the waiting phase without being taken."""
         self._size -= count
-        if len(self._heap) > 64 and self._size < len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[1].phase is Phase.WAITING]
-            heapify(self._heap)
+        if self._entries > 64 and self._size < self._entries // 2:
+            self._rebuild()
+
+    def rekey(self) -> None:
+        """The policy's keys have changed: put everybody in the place that they have now."""
+        for heap in self._lanes.values():
+            for _, sequence in heap:
+                if sequence.phase is Phase.WAITING:
+                    sequence.rank = (self._policy.key(sequence), sequence.order, sequence.index)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        for lane, heap in list(self._lanes.items()):
+            alive = [(sequence.rank, sequence) for _, sequence in heap if sequence.phase is Phase.WAITING]
+            heapify(alive)
+            self._lanes[lane] = alive
+            if not alive:
+                del self._lanes[lane]
+        self._entries = self._size
+
+    def _head(self, lane: Lane, now: float) -> Sequence | None:
+        """The first of a lane; dead entries and those that belong to another lane by now are moved out of the way."""
+        heap = self._lanes.get(lane, [])
+        while heap:
+            rank, sequence = heap[0]
+            if sequence.phase is not Phase.WAITING:
+                heappop(heap)
+                self._entries -= 1
+                continue
+            belongs = self._policy.lane(sequence, now)
+            if belongs == lane:
+                return sequence
+            heappop(heap)
+            self._has_moved = True
+            heappush(self._lanes.setdefault(belongs, []), (rank, sequence))
+        self._lanes.pop(lane, None)
+        return None

@@ -60,16 +60,19 @@ class Sequence:
 
     __slots__ = (
         "computed",
+        "expected",
         "index",
         "is_forked",
         "limit",
         "order",
         "pending",
         "phase",
+        "preemptions",
         "prompt_length",
         "rank",
         "request",
         "row",
+        "saved",
         "started",
         "stop_ids",
         "table",
@@ -91,7 +94,10 @@ class Sequence:
         self.row = -1  # its seat in the batch while running: executors keep per-sequence state there
         self.started: float | None = None  # when it first took a seat
         self.is_forked = request.params.n == 1 or index > 0
+        self.expected = 0  # tokens that its answer is predicted to have, where a policy asks
+        self.preemptions = 0  # times it had to yield
         self.table = BlockTable()
+        self.saved = BlockTable()  # blocks in host memory while it is away
 
     @property
     def length(self) -> int:

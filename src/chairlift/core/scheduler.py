@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 
-from chairlift.core.batching import Continuous, Gate
+from chairlift.core.admission import Admission
+from chairlift.core.batching import Continuous, Gate, Line
 from chairlift.core.blocks import BlockPool
+from chairlift.core.budget import Budget, FixedBudget, work_of
+from chairlift.core.cost import Cost
+from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.plan import Event, Slice, StepPlan, StepResult
-from chairlift.core.policy import Fcfs, Policy
+from chairlift.core.policy import Policy
+from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption, Recompute
 from chairlift.core.prefill import Chunked, PrefillMode
 from chairlift.core.queue import WaitingQueue
@@ -22,18 +26,6 @@ from chairlift.core.request import FinishReason, Phase, Request, Sequence
 _by_rank = attrgetter("rank")
 # The loops over the whole batch build their records past a named tuple's own constructor: a third of their time.
 _record = tuple.__new__
-
-
-@dataclass(slots=True)
-class Counters:
-    """How requests have fared: submitted = live + finished + aborted + rejected + failed, at every moment."""
-
-    submitted: int = 0
-    finished: int = 0
-    aborted: int = 0
-    rejected: int = 0
-    failed: int = 0
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -48,6 +40,9 @@ class Scheduler:
         gate: Gate | None = None,
         prefill: PrefillMode | None = None,
         preemption: Preemption | None = None,
+        predictor: Predictor | None = None,
+        budget: Budget | None = None,
+        cost: Cost | None = None,
     ) -> None:
         if pool.total * pool.block_size < limits.max_length:
             # One sequence alone must always be able to finish: that is what makes preemption end.
@@ -57,18 +52,23 @@ class Scheduler:
             )
         self.limits = limits
         self.pool = pool
-        self.policy: Policy = policy or Fcfs()
+        self.policy: Policy = policy or Policy()
         self.gate: Gate = gate or Continuous()
-        self.prefill: PrefillMode = prefill or Chunked()
+        self.prefill: PrefillMode = prefill or Chunked(limits, Cost())
         self.preemption: Preemption = preemption or Recompute()
-        self.waiting = WaitingQueue()
+        self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
+        self.budget: Budget = budget or FixedBudget()
+        self.waiting = WaitingQueue(self.policy)
         self.running: list[Sequence] = []  # in rank order
         self.counters = Counters()
+        self.blocked_by = ""  # what kept the first in line out of the last plan: see `why_waiting`
+        self.is_input_over = False  # nobody else will come: a batch need not wait to be full
+        self._cost = cost  # what it learns of step times, if anybody needs to know
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
         self._seats = limits.max_sequences
-        # Blocks that admission leaves free, so that a newcomer's prompt does not force a preemption one step later.
-        self._headroom = max(1, pool.total // 100)
+        self._admission = Admission(pool)
+        self._is_trusted = True
 
     # ---- requests in and out
 
@@ -88,8 +88,12 @@ class Scheduler:
         if wanted is not None:
             limit = min(limit, len(request.prompt) + wanted)
         sequence = Sequence(request, order, limit)
+        if self.policy.needs_lengths:
+            sequence.expected = self.predictor.predict(request)
         self._live[request.id] = [sequence]
-        self._enqueue(sequence)
+        self.policy.arrived(sequence)
+        sequence.rank = (self.policy.key(sequence), order, 0)
+        self.waiting.push(sequence, request.arrival)
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request now, wherever it is; its blocks are free when this returns. Unknown ids are no error."""
@@ -117,10 +121,33 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Choose the slices of one forward pass."""
         step = StepPlan()
-        self._extend(step)  # decodes and unfinished prompts first: nobody stalls for a newcomer
-        if len(self.waiting) and not step.preempted:  # under memory pressure, admitting would only thrash
+        if self.policy.is_preemptive and len(self.waiting) and not self.gate.closes:
+            self._make_way(step, now)
+        made_way = len(step.preempted)
+        if self.prefill.decodes_wait:
+            self._extend_prompts(step, self._mid_prompt())
             self._admit(step, now)
+            if not step.slices:
+                self._extend(step)
+        else:
+            self._extend(step)  # decodes and unfinished prompts first: nobody stalls for a newcomer
+            if len(step.preempted) == made_way:  # under memory pressure, admitting would only thrash
+                self._admit(step, now)
+        self._admission.watermark.learn(len(step.preempted) > made_way)
+        if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
+            self._drop_saved(step)
         return step
+
+    def pause(self, now: float) -> float:
+        """Seconds for which nothing can happen by itself: the batch is empty, and the gate waits for it to fill."""
+        if self.running or not len(self.waiting):
+            return 0.0
+        return self.gate.pause(self._line(now), now)
+
+    def observe(self, step: StepPlan, seconds: float) -> None:
+        """A pass took so long: the cost model learns from it."""
+        if self._cost is not None:
+            self._cost.learn(work_of(step), seconds)
 
     def apply(self, step: StepPlan, result: StepResult) -> list[Event]:
         """Take in what a pass computed: append tokens, end what is complete and free its blocks at once."""
@@ -150,7 +177,8 @@ class Scheduler:
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """The pass broke: end every request that was in it; all others go on."""
-        sequences = [piece.sequence for piece in step.slices] + step.samples
+        self._drop_saved(step)  # the pass may have broken before anything was saved
+        sequences = [piece.sequence for piece in step.slices] + step.samples + step.placed
         requests = (sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE)
         events: list[Event] = []
         for request_id in list(dict.fromkeys(requests)):  # in the plan's order, so that a simulation repeats itself
@@ -166,7 +194,9 @@ class Scheduler:
         assert {id(sequence) for sequence in running} == {id(sequence) for sequence in self.running}
         assert self.running == sorted(self.running, key=_by_rank)
         assert all(not sequence.table.blocks for sequence in waiting)
+        assert all(not sequence.saved.blocks for sequence in running)
         self.pool.check(sequence.table for sequence in running)
+        self.preemption.check(waiting)
         assert self._seats + sum(sequence.seats for sequence in running) == self.limits.max_sequences
         rows = [sequence.row for sequence in running]
         assert sorted(rows + self._rows) == list(range(self.limits.max_sequences))
@@ -198,34 +228,100 @@ class Scheduler:
             sequence.pending += 1
         step.tokens = len(slices)
         step.sampled_at += range(len(slices))
-        for sequence in prompts:
+        if prompts:
+            self._extend_prompts(step, prompts)
+
+    def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
+        for sequence in self.policy.arrange(prompts) if len(prompts) > 1 else prompts:
             self._take_chunk(step, sequence)
+
+    def _mid_prompt(self) -> list[Sequence]:
+        """Those whose prompt is under way."""
+        return [each for each in self.running if each.length - each.computed > 1 or not each.is_forked]
 
     def _admit(self, step: StepPlan, now: float) -> None:
         """Seat waiting sequences in order while budget, seats and blocks last; the first that does not fit ends it."""
-        pool = self.pool
-        while len(self.waiting) and step.tokens < self.limits.step_tokens:
-            if not self.gate.opens(len(self.running), len(self.waiting), now):
+        self.blocked_by = ""
+        if not len(self.waiting):
+            return
+        if self.gate.closes:
+            if not self.running:
+                self.waiting.keep_lane(self.limits.max_sequences, now)
+            if not self.gate.is_open(self._line(now), now):
+                self.blocked_by = "gate"
                 return
-            sequence = self.waiting.peek()
-            if sequence.seats > self._seats:
+        while not self.blocked_by:
+            sequence = self.waiting.peek(now)
+            if sequence is None:
+                break
+            # One that has just made way does not come back in the same plan: what it saved is not there yet.
+            self.blocked_by = "blocks" if sequence in step.preempted else self._obstacle(sequence)
+            if not self.blocked_by:
+                # A table that was cut for a prompt is as long as it needs, or the prompt would have to wait half-way.
+                room = self._budget(step, sequence) - step.tokens
+                if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - sequence.computed, room):
+                    self.blocked_by = "tokens"
+                    break
+                self._seat(step, sequence, now)
+                self._take_chunk(step, sequence)
+        if self.blocked_by != "tokens":  # who did not fit for want of tokens may join the same batch in the next step
+            self.gate.close()
+
+    def _make_way(self, step: StepPlan, now: float) -> None:
+        """Where the policy wants it, those who run yield to the first in line; it sits down at once."""
+        while (newcomer := self.waiting.peek(now)) is not None and self._obstacle(newcomer):
+            if newcomer in step.preempted:
                 return
-            blocks = pool.blocks_for(len(sequence.tokens))
-            if blocks + (self._headroom if self.running else 0) > pool.free:
-                return
-            if not self.prefill.chunk(len(sequence.tokens), self.limits.step_tokens - step.tokens):
-                return
-            self.waiting.pop()
-            # All blocks of what is known at once: a prompt under way never has to wait for memory.
-            pool.grow(sequence.table, len(sequence.tokens))
-            self._seats -= sequence.seats
-            self._place(step, sequence, now)
-            self._take_chunk(step, sequence)
+            may_yield = [each for each in self.running if self._may_yield(step, each)]
+            victims: list[Sequence] = []
+            # Those who go on must find their next block, or one of them would have to yield in this very plan.
+            growth = sum(map(self._admission.growth, self.running))
+            seats, blocks = self._seats, self.pool.free - self._admission.needs(newcomer) - growth
+            while seats < newcomer.seats or blocks < 0:
+                victim = self.policy.yields_to(newcomer, may_yield)
+                if victim is None:
+                    return  # all who would yield are too few: then nobody does
+                may_yield.remove(victim)
+                victims.append(victim)
+                seats += victim.seats
+                blocks += len(victim.table.blocks) + self._admission.growth(victim)
+            if not victims and self.policy.yields_to(newcomer, may_yield) is None:
+                return  # there is room but for the watermark, and nobody whom the newcomer may put at risk
+            for victim in victims:
+                self._preempt(step, victim)
+            if self._admission.needs(newcomer) + sum(map(self._admission.growth, self.running)) > self.pool.free:
+                return  # they shared blocks with others, who keep them
+            self._seat(step, newcomer, now)
+
+    def _obstacle(self, sequence: Sequence) -> str:
+        """What keeps a waiting sequence from a seat."""
+        if sequence.seats > self._seats:
+            return "seats"
+        return "" if self._admission.has_room(sequence, not self.running) else "blocks"
+
+    def _seat(self, step: StepPlan, sequence: Sequence, now: float) -> None:
+        self.waiting.take(sequence)
+        # All blocks of what is known at once: a prompt under way never has to wait for memory.
+        self.pool.grow(sequence.table, self._admission.claim(sequence))
+        step.restored += self.preemption.come_back(sequence)
+        self._seats -= sequence.seats
+        self._place(step, sequence, now)
+
+    def _line(self, now: float) -> Line:
+        """What the gate sees."""
+        first = self.waiting.peek(now)
+        since = now if first is None else first.request.arrival
+        is_last = self.is_input_over or (first is not None and first.started is not None)
+        return Line(len(self.running), self.waiting.largest(), self.limits.max_sequences, since, is_last)
+
+    def _budget(self, step: StepPlan, sequence: Sequence) -> int:
+        """Tokens that the step may hold with this prompt."""
+        return self.budget.tokens(step, self.prefill.step_tokens, sequence.computed)
 
     def _take_chunk(self, step: StepPlan, sequence: Sequence) -> None:
         """Add as much of a prompt as fits; its end samples, for every sibling that forks off there."""
         remaining = sequence.length - sequence.computed
-        count = self.prefill.chunk(remaining, self.limits.step_tokens - step.tokens)
+        count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence) - step.tokens))
         if not count:
             return
         step.slices.append(Slice(sequence, sequence.computed, count))
@@ -242,13 +338,16 @@ class Scheduler:
         if sequence.is_forked:
             return []
         sequence.is_forked = True  # from here on, each has its own seat of those admitted with the prompt
+        sequence.preemptions = 0  # and its own memory to find
         siblings = []
         for index in range(1, sequence.request.params.n):
             sibling = Sequence(sequence.request, sequence.order, sequence.limit, index)
             sibling.rank = (sequence.rank[0], sequence.order, index)
             sibling.computed = sequence.computed
             sibling.table = self.pool.fork(sequence.table, sequence.computed)
+            sibling.expected = sequence.expected
             self._live[sequence.request.id].append(sibling)
+            self.policy.arrived(sibling)
             self._place(step, sibling, sequence.started)
             siblings.append(sibling)
         return siblings
@@ -260,13 +359,15 @@ class Scheduler:
         sequence.row = self._rows.pop()
         insort(self.running, sequence, key=_by_rank)
         step.placed.append(sequence)
+        self.policy.seated(sequence)
 
     def _make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
         """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
         pool = self.pool
         while pool.missing(sequence.table, length) > pool.free:
             # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
-            victim = self.policy.victim(self.running[self.running.index(sequence) :])
+            behind = self.running[self.running.index(sequence) :]
+            victim = self.policy.victim([each for each in behind if self._may_yield(step, each)])
             self._preempt(step, victim)
             if victim is sequence:
                 return False
@@ -276,14 +377,25 @@ class Scheduler:
         step.grown.append(sequence)
         return True
 
+    def _may_yield(self, step: StepPlan, sequence: Sequence) -> bool:
+        """Not those that have their memory for good, nor one that this very plan brings back: it is not there yet."""
+        return not self._admission.is_settled(sequence) and not (step.placed and sequence in step.placed)
+
     def _preempt(self, step: StepPlan, victim: Sequence) -> None:
         self.running.remove(victim)
         self._free_seat(victim)
-        self.preemption.preempt(victim, self.pool)
+        step.saved += self.preemption.leave(victim, self.pool)
         victim.phase = Phase.WAITING
-        self.waiting.push(victim)  # with the rank it had: it keeps its place in the queue
+        victim.preemptions += 1
+        self.waiting.push(victim, 0.0)  # with the rank it had: it keeps its place in the queue
         step.preempted.append(victim)
         self.counters.preemptions += 1
+
+    def _drop_saved(self, step: StepPlan) -> None:
+        for sequence in step.preempted:
+            if sequence.phase is Phase.WAITING:
+                self.preemption.forget(sequence)
+        step.saved.clear()
 
     # ---- ending
 
@@ -302,8 +414,12 @@ class Scheduler:
                 self.pool.release(sequence.table)
                 sequence.phase = Phase.DONE
             else:
+                self.preemption.forget(sequence)
                 sequence.phase = Phase.DONE
                 self.waiting.forget(1)
+            self.policy.ended(sequence)
+            if self.policy.needs_lengths and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._learn_length(sequence)
             live = self._live[sequence.request.id]
             live.remove(sequence)
             if live:
@@ -320,7 +436,10 @@ class Scheduler:
         self._seats += sequence.seats
         self._rows.append(sequence.row)
         sequence.row = -1
+        self.policy.unseated(sequence)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.rank = (self.policy.key(sequence), sequence.order, sequence.index)
-        self.waiting.push(sequence)
+    def _learn_length(self, sequence: Sequence) -> None:
+        self.predictor.learn(sequence.request, len(sequence.tokens) - sequence.prompt_length)
+        if self.predictor.is_trusted != self._is_trusted:
+            self._is_trusted = self.predictor.is_trusted
+            self.waiting.rekey()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
+from math import inf
 from typing import Any
 
 from chairlift.core.batching import GATES
 from chairlift.core.errors import SettingsError
-from chairlift.core.policy import POLICIES
+from chairlift.core.policies import POLICIES
+from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES
 
@@ -19,6 +21,11 @@ from chairlift.core.prefill import PREFILL_MODES
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     """A field with the sentence that tells a user when to change it."""
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def seconds(default: float | None, help: str) -> Any:
+    """A field in seconds, which the command line also takes as 50ms or 2s."""
+    return field(default=default, metadata={"help": help, "choices": (), "is_time": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,11 @@ class CacheSettings:
         None,
         "Share of memory that may be used (default 0.9 of a GPU, half of free RAM); lower it to share the machine.",
     )
+    host_tokens: int | None = option(
+        None,
+        "Tokens of sequences that have yielded, kept in host memory by swap and auto preemption (default: as many as "
+        "the KV cache holds, within a quarter of free RAM); raise it when they do not fit.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +78,46 @@ class SchedulingSettings:
     step_tokens: int | None = option(
         None, "Tokens in one forward pass (default 512 on a CPU, 8192 on a GPU); lower it for smoother streaming."
     )
-    policy: str = option("fcfs", "Who goes next; change it when some requests matter more.", tuple(POLICIES))
-    batching: str = option("continuous", "When the batch takes new requests; others exist to compare.", tuple(GATES))
-    prefill: str = option("chunked", "How prompts share a step with decodes.", tuple(PREFILL_MODES))
-    preemption: str = option("recompute", "What a sequence that yields its memory loses.", tuple(PREEMPTIONS))
+    target_tpot: float | None = seconds(
+        None, "Longest step, such as 50ms, in place of a number of tokens; set it to promise a speed of streaming."
+    )
+    policy: str = option(
+        "fcfs",
+        "Who goes next: fcfs; priority (higher first, low ones may starve unless they age); sjf (shortest predicted "
+        "answer first); multibin (by bins of predicted length); fair (tenants alike); deadline (earliest first). "
+        "Nobody starves under the others.",
+        tuple(POLICIES),
+    )
+    aging: float | None = option(
+        None,
+        "What a second of waiting is worth: predicted tokens for sjf (default 1), levels for priority (default 0: "
+        "strict); raise it to bound waiting more tightly.",
+    )
+    predictor: str = option(
+        "history",
+        "How sjf, multibin and fair guess the length of an answer: from past ones, or from max_tokens; oracle is for "
+        "experiments.",
+        tuple(PREDICTORS),
+    )
+    batching: str = option(
+        "continuous",
+        "When the batch takes new requests: at every step; dynamic and static batches are closed until all of them is "
+        "done: to compare, and for jobs of equal lengths.",
+        tuple(GATES),
+    )
+    batch_window: float = seconds(0.05, "How long a dynamic batch waits to be full; raise it for fuller batches.")
+    prefill: str = option(
+        "chunked",
+        "How prompts share a step with decodes: chunked; splitfuse (every step of one moderate size); prefill-first "
+        "(newcomers at once, decodes wait); whole (a prompt in one step).",
+        tuple(PREFILL_MODES),
+    )
+    preemption: str = option(
+        "recompute",
+        "What a sequence that yields its memory loses: recompute all, swap to host memory, or auto, whichever is "
+        "cheaper; change it when memory is short.",
+        tuple(PREEMPTIONS),
+    )
     overlap: bool | None = option(
         None, "Plan a step while the one before runs (default: on a GPU); turn it off to debug step by step."
     )
@@ -121,10 +169,24 @@ class Settings:
             raise SettingsError(f"kv_tokens is {self.cache.kv_tokens}: use 1 or more, or leave it out")
         if self.model.max_length is not None and self.model.max_length < 2:
             raise SettingsError(f"max_length is {self.model.max_length}: a prompt and an answer need at least 2 tokens")
-        for name in ("max_sequences", "step_tokens"):
-            value = getattr(self.scheduling, name)
+        for group, name in (
+            (self.scheduling, "max_sequences"),
+            (self.scheduling, "step_tokens"),
+            (self.cache, "host_tokens"),
+        ):
+            value = getattr(group, name)
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}: use 1 or more, or leave it out")
+        chosen = self.scheduling
+        for name in ("target_tpot", "batch_window", "aging"):
+            value = getattr(chosen, name)
+            if value is not None and not 0 <= value < inf:
+                raise SettingsError(f"{name} is {value}: use 0 or more, or leave it out")
+        if chosen.target_tpot is not None and (chosen.target_tpot == 0 or chosen.prefill != "chunked"):
+            raise SettingsError(
+                f"target_tpot is {chosen.target_tpot} with {chosen.prefill} prompts: it must be above 0, and it is met "
+                "by cutting prompts to size, so leave prefill at chunked or target_tpot out"
+            )
 
 
 def options() -> Iterator[tuple[str, Field[Any]]]:

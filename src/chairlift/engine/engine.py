@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from chairlift.core.plan import Event, StepPlan, StepResult
@@ -45,7 +46,10 @@ class Engine:
         self._executor = executor
         self._overlap = overlap
         self.last_tokens = 0  # of the step planned last
-        self._in_flight: tuple[StepPlan, Any] | None = None
+        # Told of each pass that has come back: its plan, when it began and how many seconds it took.
+        self.on_step: Callable[[StepPlan, float, float], None] | None = None
+        self._in_flight: tuple[StepPlan, Any, float] | None = None
+        self._last_end = 0.0  # when a pass last came back
 
     @property
     def has_work(self) -> bool:
@@ -69,17 +73,31 @@ class Engine:
         sequence = self.scheduler.find(request_id, index)
         return [] if sequence is None else self.scheduler.stop(sequence)
 
+    def end_input(self) -> None:
+        """Nobody else will come: a batch that waits to be full need not wait."""
+        self.scheduler.is_input_over = True
+
+    def expect_input(self) -> None:
+        """Others may come, as is assumed at first."""
+        self.scheduler.is_input_over = False
+
+    @property
+    def pause(self) -> float:
+        """Seconds for which nothing happens by itself, however often `step` is called; inf: until somebody comes."""
+        return 0.0 if self._in_flight is not None else self.scheduler.pause(self.clock.now())
+
     def step(self) -> list[Event]:
         """Plan and run one forward pass, and return the news of the pass that came back."""
-        plan = self.scheduler.plan(self.clock.now())
+        now = self.clock.now()
+        plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
         if not self._overlap:
             if not plan:
                 return []
             events, ticket = self._submit(plan)
-            return events if ticket is None else self._collect(plan, ticket)
+            return events if ticket is None else self._collect(plan, ticket, now)
         events, ticket = self._submit(plan) if plan else ([], None)
-        arrived, self._in_flight = self._in_flight, (plan, ticket) if ticket is not None else None
+        arrived, self._in_flight = self._in_flight, (plan, ticket, now) if ticket is not None else None
         return events + (self._collect(*arrived) if arrived else [])
 
     def _submit(self, plan: StepPlan) -> tuple[list[Event], Any]:
@@ -88,11 +106,17 @@ class Engine:
         except Exception as error:
             return self._fail(plan, error), None
 
-    def _collect(self, plan: StepPlan, ticket: Any) -> list[Event]:
+    def _collect(self, plan: StepPlan, ticket: Any, begun: float) -> list[Event]:
         try:
             result = self._executor.collect(ticket)
         except Exception as error:
             return self._fail(plan, error)
+        now = self.clock.now()
+        begun = max(begun, self._last_end)  # overlapped, a pass begins on the device when the one before it ends
+        self._last_end = now
+        self.scheduler.observe(plan, now - begun)
+        if self.on_step is not None:
+            self.on_step(plan, begun, now - begun)
         return self.scheduler.apply(plan, result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:

@@ -13,19 +13,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from chairlift.core.batching import GATES
+from chairlift.core.assemble import assemble_scheduler, reads_cost
 from chairlift.core.blocks import BlockPool
+from chairlift.core.cost import Cost
 from chairlift.core.errors import ModelError, SettingsError
 from chairlift.core.limits import Limits
-from chairlift.core.policy import POLICIES
-from chairlift.core.preemption import PREEMPTIONS
-from chairlift.core.prefill import PREFILL_MODES
-from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
-from chairlift.execution.capacity import Capacity, plan_capacity
+from chairlift.execution.calibrate import calibrate
+from chairlift.execution.capacity import Capacity, available_memory, plan_capacity
 from chairlift.execution.dry_run import dry_run
 from chairlift.execution.executor import TorchExecutor
+from chairlift.execution.swap import HostBlocks
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig, read_config
 from chairlift.models.decoder import Decoder
@@ -47,6 +46,16 @@ class WallClock:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device: one of them serves any number of engines, one after the other."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
+    device: torch.device
+    decoder: Decoder
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """An engine ready to serve, and what it is made of."""
 
@@ -54,13 +63,18 @@ class Built:
     config: ModelConfig
     limits: Limits
     capacity: Capacity
-    checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
+    checkpoint: Checkpoint | None
     device: torch.device
     slowest_step: float  # seconds that the largest step may take, a rough guess; 0: not known
 
 
 def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
     """Find the model, load it, size the cache and join scheduler and executor."""
+    return assemble(load_model(model, settings, progress=progress), settings, progress=progress)
+
+
+def load_model(model: str, settings: Settings, *, progress: bool = True) -> Loaded:
+    """Find the model and load it."""
     device = choose_device(settings.model.device)
     checkpoint: Checkpoint | None = None
     if settings.model.load_format == "dummy":
@@ -69,8 +83,14 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
         checkpoint = open_checkpoint(resolve(model, progress=progress))
         raw = checkpoint.config
     config = read_config(raw, settings.model.dtype, device.type)
+    decoder = load(config, checkpoint, device, choose_limits(config, settings, device).max_length, progress)
+    return Loaded(config, checkpoint, device, decoder)
+
+
+def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
+    """An engine for a loaded model: size the cache and join scheduler and executor."""
+    config, device, decoder = loaded.config, loaded.device, loaded.decoder
     limits = choose_limits(config, settings, device)
-    decoder = load(config, checkpoint, device, limits.max_length, progress)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
     capacity = plan_capacity(decoder, limits, settings.cache.block_size, settings.cache.kv_tokens, share)
     spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
@@ -83,15 +103,6 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
         config.dtype,
         device,
     )
-    scheduling = settings.scheduling
-    scheduler = Scheduler(
-        limits,
-        BlockPool(capacity.blocks, capacity.block_size),
-        policy=POLICIES[scheduling.policy](),
-        gate=GATES[scheduling.batching](),
-        prefill=PREFILL_MODES[scheduling.prefill](),
-        preemption=PREEMPTIONS[scheduling.preemption](),
-    )
     slowest = 0.0
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
@@ -99,13 +110,18 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
         start = time.monotonic()
         dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size)
         slowest = (time.monotonic() - start) * limits.step_tokens / _TRIED
+    scheduling = settings.scheduling
+    cost = calibrate(decoder, cache) if reads_cost(scheduling) else Cost()
+    host = choose_host_blocks(settings, capacity)
+    pool = BlockPool(capacity.blocks, capacity.block_size)
+    scheduler = assemble_scheduler(scheduling, limits, pool, BlockPool(host, capacity.block_size), cost)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
-    executor = TorchExecutor(decoder, cache, limits)
+    executor = TorchExecutor(decoder, cache, limits, HostBlocks(cache, host) if host else None)
     if device.type == "cuda":
         with console.status("recording decode steps") if progress else nullcontext():
             executor.use_graphs(capacity.blocks).record()
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
-    return Built(engine, config, limits, capacity, checkpoint, device, slowest)
+    return Built(engine, config, limits, capacity, loaded.checkpoint, device, slowest)
 
 
 def choose_device(name: str) -> torch.device:
@@ -134,7 +150,19 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     wanted = settings.scheduling
     step_tokens = wanted.step_tokens or (8192 if is_gpu else 512)
     sequences = wanted.max_sequences or min(256 if is_gpu else 64, step_tokens)
+    if wanted.prefill == "whole" and wanted.step_tokens is None:
+        step_tokens = max(step_tokens, length + sequences)
     return Limits(sequences, step_tokens, length, config.vocab_size)
+
+
+def choose_host_blocks(settings: Settings, capacity: Capacity) -> int:
+    """Blocks of host memory for those who yield; none where they are computed again."""
+    if settings.scheduling.preemption == "recompute":
+        return 0
+    if settings.cache.host_tokens is not None:
+        return -(-settings.cache.host_tokens // capacity.block_size)
+    affordable = available_memory() // 4 // (capacity.bytes_per_token * capacity.block_size)
+    return min(capacity.blocks, affordable)
 
 
 def config_alone(model: str) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def plan_capacity(
     """Blocks for `kv_tokens`, or for the memory that is left; an error with a remedy if one request can't fit."""
     config = decoder.config
     per_token = config.kv_bytes_per_token
-    useful = limits.max_sequences * -(-limits.max_length // block_size)  # more than this could never be held
+    # No more than this could ever be held, but for a few blocks that admission leaves free.
+    useful = limits.max_sequences * -(-limits.max_length // block_size) * 102 // 100 + 1
     free = _free_bytes(decoder, limits, block_size, memory_share)
     if kv_tokens is not None:
         blocks = -(-kv_tokens // block_size)

@@ -13,6 +13,7 @@ from chairlift.core.request import Sequence
 from chairlift.execution.graphs import DecodeGraphs
 from chairlift.execution.rows import Rows
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import score
@@ -52,9 +53,10 @@ class Ticket:
 class TorchExecutor:
     """Runs plans on one device. `submit` may return before the device is done; `collect` waits."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, limits: Limits) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, limits: Limits, host: HostBlocks | None = None) -> None:
         self._decoder = decoder
         self._cache = cache
+        self._host = host
         self._device = decoder.device
         self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
@@ -72,6 +74,9 @@ class TorchExecutor:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
         """Start one forward pass."""
+        if plan.saved or plan.restored:
+            assert self._host is not None, "a plan that swaps needs host memory"
+            self._host.move(plan.saved, plan.restored)
         if plan.copies:
             self._cache.copy(plan.copies)
         self._rows.update(plan)

@@ -21,8 +21,8 @@ class Beat:
             path.write_bytes(array("d", [0.0, PATIENCE]).tobytes())
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 16)
-        # Numbers that are stored whole. Not struct.pack_into: it clears its target first, and a process that looked just
-        # then would see an engine that has been silent since the beginning of time.
+        # Numbers that are stored whole. Not struct.pack_into: it clears its target first, and a process that looked
+        # just then would see an engine that has been silent since the beginning of time.
         self._numbers = memoryview(memory).cast("d")
 
     def touch(self, now: float, patience: float) -> None:

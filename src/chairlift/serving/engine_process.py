@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,11 @@ class EngineLoop:
         clock = self._engine.clock
         while os.getppid() == self._parent:
             self._beat.touch(clock.now(), self._patience)
-            if not self._engine.has_work:
+            # A batch that waits to be full has work, but nothing to do yet.
+            pause = self._engine.pause if self._engine.has_work else inf
+            if pause:
                 self._report([])
-                self._poller.poll(IDLE_MS)
+                self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause)))
             self._take_orders()
             if self._engine.has_work:
                 before = clock.now()

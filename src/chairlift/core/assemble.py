@@ -1,0 +1,49 @@
+"""From settings to a scheduler: the same one serves and simulates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chairlift.core.batching import GATES
+from chairlift.core.blocks import BlockPool
+from chairlift.core.budget import FixedBudget, LatencyBudget
+from chairlift.core.cost import Cost
+from chairlift.core.limits import Limits
+from chairlift.core.policies import POLICIES, Knowledge
+from chairlift.core.predictor import PREDICTORS
+from chairlift.core.preemption import PREEMPTIONS
+from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.scheduler import Scheduler
+from chairlift.core.settings import SchedulingSettings
+
+
+def assemble_scheduler(
+    settings: SchedulingSettings, limits: Limits, pool: BlockPool, host: BlockPool, cost: Cost
+) -> Scheduler:
+    """A scheduler as the settings want it, over these blocks on the device and in host memory."""
+    return Scheduler(limits, pool, **parts(settings, limits, host, cost))
+
+
+def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: Cost) -> dict[str, Any]:
+    """All that a scheduler is made of besides its limits and its blocks."""
+    predictor = PREDICTORS[settings.predictor](limits.max_length)
+    target = settings.target_tpot
+    return {
+        "policy": POLICIES[settings.policy](Knowledge(predictor, cost, limits.max_sequences, settings.aging)),
+        "gate": GATES[settings.batching](settings.batch_window),
+        "prefill": PREFILL_MODES[settings.prefill](limits, cost),
+        "preemption": PREEMPTIONS[settings.preemption](host, cost),
+        "predictor": predictor,
+        "budget": FixedBudget() if target is None else LatencyBudget(target, cost),
+        "cost": cost if reads_cost(settings) else None,
+    }
+
+
+def reads_cost(settings: SchedulingSettings) -> bool:
+    """Whether anything chosen depends on how long steps take."""
+    return (
+        settings.target_tpot is not None
+        or settings.policy == "deadline"
+        or settings.preemption == "auto"
+        or settings.prefill == "splitfuse"
+    )

@@ -1,0 +1,133 @@
+"""Every way to batch, to order, to cut prompts and to yield, in any combination: no promise is broken by any.
+
+The worlds are those of test_properties, with settings drawn at random; what holds for first come, first served alone is
+not asked of others, but what each promises itself is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+from fakes import VOCAB
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_properties import cause_trouble, shapes
+from world import Shape, World
+
+from chairlift.core.batching import GATES
+from chairlift.core.policies import POLICIES
+from chairlift.core.predictor import PREDICTORS
+from chairlift.core.preemption import PREEMPTIONS
+from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.request import Phase, Sequence
+from chairlift.core.settings import SchedulingSettings
+
+WALKS = 100
+EVENTS_A_WALK = 1700  # 6 policies x 100 walks x 1700 > 1,000,000
+QUIET = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
+TENANTS = ("", "a", "b", "c")
+
+
+@pytest.fixture(autouse=True)
+def quiet_engine() -> Iterator[None]:
+    """The failures here are ours: nobody needs to read of each."""
+    log = logging.getLogger("chairlift")
+    log.disabled = True
+    yield
+    log.disabled = False
+
+
+@st.composite
+def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
+    shape = draw(shapes())
+    prefill = draw(st.sampled_from(tuple(PREFILL_MODES)))
+    if prefill == "whole":
+        shape = replace(shape, step_tokens=shape.max_length + shape.seats)
+    shape = replace(shape, host_blocks=draw(st.integers(0, shape.blocks)))
+    return shape, SchedulingSettings(
+        policy=policy,
+        batching=draw(st.sampled_from(("continuous", *GATES))),
+        batch_window=draw(st.sampled_from((0.0, 0.05))),
+        prefill=prefill,
+        preemption=draw(st.sampled_from(tuple(PREEMPTIONS))),
+        predictor=draw(st.sampled_from(tuple(PREDICTORS))),
+        aging=draw(st.sampled_from((None, 0.0, 0.5))),
+        target_tpot=draw(st.sampled_from((None, 0.002))) if prefill == "chunked" else None,
+    )
+
+
+def walk(shape: Shape, chosen: SchedulingSettings, seed: int) -> World:
+    """Let things happen at random until enough have, then let everything end."""
+    random = Random(seed)
+    world = World(shape, chosen)
+    crowd = random.randint(1, 3 * shape.seats)
+    haste, trouble = random.random(), random.choice((0.0, 0.0, 0.02, 0.2))
+    eos = random.choice((0, 1, 4))
+    while world.events < EVENTS_A_WALK:
+        world.clock.time += random.choice((0.0, 0.01))
+        if random.random() < trouble:
+            cause_trouble(world, random)
+        elif not world.engine.has_work or (len(world.live) < crowd and random.random() < haste):
+            submit_anything(world, random, eos)
+        else:
+            world.step()
+            watch_order(world, chosen)
+            if world.engine.pause:  # only somebody new, or time, can help
+                submit_anything(world, random, eos)
+    world.drain()
+    return world
+
+
+def submit_anything(world: World, random: Random, eos: int) -> None:
+    longest = world.shape.max_length
+    now = world.clock.now()
+    world.submit(
+        random.choices(range(VOCAB), k=1 + int((longest - 2) * random.random() ** 2)),
+        n=random.randint(1, world.shape.seats) if random.random() < 0.2 else 1,
+        max_tokens=None if random.random() < 0.1 else random.randint(1, longest),
+        eos=eos,
+        seed=random.getrandbits(32),
+        tenant=random.choice(TENANTS),
+        weight=random.choice((1.0, 3.0)),
+        priority=random.choice((0, 0, 0, 1, 5)),
+        deadline=random.choice((None, now + 0.02, now + 0.5)),
+        known_length=random.randint(1, longest),
+    )
+
+
+def watch_order(world: World, chosen: SchedulingSettings) -> None:
+    """Where there is one lane, whoever sat down stands before all who still wait: ages and lengths are in the rank."""
+    scheduler = world.scheduler
+    if chosen.policy not in ("fcfs", "priority", "sjf") or not len(scheduler.waiting):
+        return
+    first = min(sequence.rank for sequence in scheduler.waiting)
+    for sequence in scheduler.newcomers:
+        assert sequence.rank < first or sequence.phase is Phase.DONE, f"{sequence} has overtaken one that waits"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_combination_breaks_a_promise(policy: str, record_property: pytest.RecordProperty) -> None:
+    seen = dict.fromkeys(("events", "preemptions", "resumed", "swapped", "copied"), 0)
+
+    @settings(QUIET, max_examples=WALKS)
+    @given(made=worlds(policy), seed=st.integers(0, 2**64 - 1))
+    def go(made: tuple[Shape, SchedulingSettings], seed: int) -> None:
+        world = walk(*made, seed)
+        seen["events"] += world.events
+        seen["preemptions"] += world.scheduler.counters.preemptions
+        seen["resumed"] += world.scheduler.resumed
+        seen["swapped"] += world.executor.swapped
+        seen["copied"] += world.executor.copied
+
+    go()
+    record_property("core events", seen["events"])
+    assert seen["events"] >= WALKS * EVENTS_A_WALK
+    assert min(seen.values()) > 100, seen
+
+
+def names(sequences: list[Sequence]) -> list[str]:
+    return [sequence.request.id for sequence in sequences]
