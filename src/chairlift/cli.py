@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve`, `run`, `chat`, `pull`, `batch` and `bench`."""
+"""The command line: `chairlift serve`, `run`, `chat`, `pull`, `batch`, `bench` and `compare`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from chairlift import __version__
 from chairlift.commands import bench
 from chairlift.commands.batch import batch
 from chairlift.commands.chat import chat
+from chairlift.commands.compare import compare
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
 from chairlift.commands.serve import serve
@@ -32,6 +33,7 @@ app.command()(chat)
 app.command()(batch)
 app.command()(pull)
 app.add_typer(bench.app, name="bench")
+app.command()(compare)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,205 @@
+"""A grid of scheduling choices over one mix: the same model, the same requests, one engine after the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift.bench.drive import Answer, Driver, Run
+from chairlift.bench.engines import Engine, UnavailableError, engine
+from chairlift.bench.mixes import Mix
+from chairlift.bench.offline import MEMORY_SHARE
+from chairlift.bench.peers import Task
+from chairlift.bench.workloads import Ids, Workload
+from chairlift.core.errors import ChairliftError
+from chairlift.core.policies import POLICIES
+from chairlift.core.settings import Settings, options
+
+if TYPE_CHECKING:
+    from chairlift.execution.build import Loaded
+
+NAIVE = "transformers-static"
+WARM_REQUESTS, WARM_PROMPT, WARM_ANSWER = 8, 64, 4
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """One choice on every axis, and its runs; the naive one has no choices and is not ours."""
+
+    name: str
+    choices: dict[str, str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    unavailable: str | None = None
+
+
+def cells_of(axes: Mapping[str, Sequence[str]]) -> list[Cell]:
+    """Every combination, named by what differs.
+
+    >>> [cell.name for cell in cells_of({"batching": ["static", "continuous"], "policy": ["fcfs"]})]
+    ['static', 'continuous']
+    """
+    known = {found.name: found.metadata["choices"] for _, found in options()}
+    grid = {axis: list(dict.fromkeys(values)) for axis, values in axes.items() if values}
+    for axis, values in grid.items():
+        for value in values:
+            if value not in known.get(axis, ()):
+                raise ChairliftError(f"{axis} is {value!r}: use one of {', '.join(known.get(axis, ())) or 'none yet'}")
+    combinations = []
+    for chosen in product(*grid.values()):
+        choices = dict(zip(grid, chosen, strict=True))
+        if not getattr(POLICIES[choices.get("policy", "fcfs")], "needs_lengths", True):
+            choices.pop("predictor", None)  # nobody asks it
+        if choices not in combinations:
+            combinations.append(choices)
+    telling = [axis for axis, values in grid.items() if len(values) > 1] or list(grid)[:1]
+    return [Cell(", ".join(choices[axis] for axis in telling if axis in choices), choices) for choices in combinations]
+
+
+class Comparison:
+    """The grid, the mix and the model, ready to run."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: Mapping[str, Any],
+        axes: Mapping[str, Sequence[str]],
+        mix: Callable[[Callable[[str], Ids]], Mix],  # given what turns text into tokens
+        *,
+        repeat: int = 1,
+        naive: bool = False,
+    ) -> None:
+        self.cells = cells_of(axes)  # before torch is imported: a typing error is answered at once
+        from chairlift.bench.twin import Subject
+        from chairlift.execution.build import choose_limits
+
+        self.repeat = repeat
+        self._model = model
+        self._settings = dict(settings)
+        self._subject = Subject(model, Settings.of(**settings))
+        config, device = self._subject.config, self._subject.device
+        self.mix = mix(self._subject.encode).within(config.vocab_size)
+        self._settings["max_sequences"] = settings.get("max_sequences") or self.mix.seats
+        if not settings.get("max_length"):  # no longer than needed: whole prompts want steps as long as the context
+            asks = (*self.mix.rehearsal, *self.mix.asks)
+            longest = max(len(ask.prompt) + self.mix.max_tokens(ask) for ask in asks)
+            self._settings["max_length"] = min(config.max_length, (longest // 64 + 1) * 64)
+        self.limits = choose_limits(config, Settings.of(**self._settings), device)
+        self.info = {"model": model, "device": str(device), "dtype": str(config.dtype).removeprefix("torch.")}
+        for cell in self.cells:
+            cell.settings = {**self._settings, **cell.choices}
+            if cell.choices.get("prefill") == "whole":  # its steps hold a whole prompt; the others' would cut none then
+                cell.settings["step_tokens"] = None
+            Settings.of(**cell.settings)
+        if naive:
+            if not self.mix.is_at_once:
+                raise ChairliftError("--naive answers everything at once: leave out --rate and recordings")
+            self.cells.append(Cell(NAIVE, {}))
+
+    @property
+    def tokens(self) -> int:
+        """All that will be written."""
+        rehearsed = sum(ask.length for ask in self.mix.rehearsal)
+        return self.repeat * sum(sum(self.mix.lengths) + (rehearsed if cell.choices else 0) for cell in self.cells)
+
+    def run(self, notice: Callable[[str], None], advance: Callable[[int], None]) -> None:
+        """Every cell in turn, `repeat` times, so that a busy machine is unfair to all alike."""
+        from chairlift.execution.build import load_model
+
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-compare-")))
+            naive = self._load_naive(scratch, stack, notice)
+            notice("loading")
+            loaded = load_model(self._model, Settings.of(**self.cells[0].settings), progress=False)
+            notice("warming up")
+            self._drive(loaded, self.cells[0], warm(self.mix), lambda _tokens: None)
+            for turn in range(self.repeat):
+                for cell in self.cells:
+                    if cell.unavailable is not None:
+                        continue
+                    notice(f"run {turn + 1} of {self.repeat}: {cell.name}")
+                    if cell.choices:
+                        cell.runs.append(self._drive(loaded, cell, self.mix, advance))
+                    elif naive is not None:
+                        self._run_naive(naive, cell)
+                        advance(sum(self.mix.lengths))
+
+    def _drive(self, loaded: Loaded, cell: Cell, mix: Mix, advance: Callable[[int], None]) -> Run:
+        """One run on an engine of its own; it is gone afterwards, and its KV memory free."""
+        from chairlift.execution.build import assemble
+
+        built = assemble(loaded, Settings.of(**cell.settings), progress=False)
+        try:
+            if mix.rehearsal:
+                Driver(built.engine, replace(mix, asks=mix.rehearsal), advance).run()
+            return Driver(built.engine, mix, advance).run()
+        finally:
+            del built
+            gc.collect()
+
+    def _load_naive(self, scratch: Path, stack: ExitStack, notice: Callable[[str], None]) -> Engine | None:
+        """Padded batches of transformers, with the same weights, in a process of their own."""
+        cell = self.cells[-1]
+        if cell.choices:
+            return None
+        notice(f"loading {NAIVE}")
+        folder = str(self._subject.folder(scratch))
+        if self._subject.is_random:  # ours must read the very numbers that the other reads
+            self._model = folder
+            for each in self.cells:
+                each.settings["load_format"] = "auto"
+        if self._subject.device.type == "cuda":
+            for each in self.cells:
+                each.settings["memory_share"] = each.settings.get("memory_share") or MEMORY_SHARE
+        lengths = [len(ask.prompt) + ask.length for ask in self.mix.asks]
+        task = Task(
+            model=folder,
+            scratch=str(scratch),
+            device=self.info["device"],
+            threads=len(os.sched_getaffinity(0)),
+            longest=max(lengths),
+            total=sum(lengths),
+            dtype=self.info["dtype"],
+            max_sequences=self.limits.max_sequences,
+            step_tokens=self.limits.step_tokens,
+        )
+        (scratch / "workload.json").write_text(dumps(asdict(self._workload())))
+        try:
+            return stack.enter_context(engine(NAIVE, sys.executable, task))
+        except UnavailableError as reason:
+            cell.unavailable = str(reason)
+            return None
+
+    def _run_naive(self, naive: Engine, cell: Cell) -> None:
+        try:
+            naive.run(self._workload())
+        except UnavailableError as reason:
+            cell.unavailable = str(reason)
+            cell.runs.clear()
+            return
+        found = naive.contender.runs.pop()["requests"]
+        answers = [
+            Answer(ask, ask.at, len(each["tokens"]), each["first"], each["last"])
+            for ask, each in zip(self.mix.asks, found, strict=True)
+        ]
+        cell.runs.append(Run(self.limits.max_sequences, answers))
+
+    def _workload(self) -> Workload:
+        return Workload(self.mix.name, [ask.prompt for ask in self.mix.asks], self.mix.lengths)
+
+
+def warm(mix: Mix) -> Mix:
+    """A little of a mix: enough for kernels to be compiled before anything is timed, the largest prompt's too."""
+    longest = max(mix.asks, key=lambda ask: len(ask.prompt))
+    few = [replace(ask, prompt=ask.prompt[:WARM_PROMPT]) for ask in mix.asks[:WARM_REQUESTS]]
+    asks = [replace(ask, at=0.0, after=0, length=min(WARM_ANSWER, ask.length)) for ask in (*few, longest)]
+    return replace(mix, asks=asks, rehearsal=[], lengths_are_known=True)

@@ -1,0 +1,286 @@
+"""What a comparison found: numbers for a file, and tables for a reader."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from chairlift import __version__
+from chairlift.bench.bound import bound_of
+from chairlift.bench.compare import Cell, Comparison
+from chairlift.bench.drive import Answer, Run
+from chairlift.bench.mixes import Mix
+from chairlift.bench.report import Metrics, middle, percentile
+
+Columns = tuple[tuple[str, str, str], ...]  # name, label, how it is written
+
+SPEED: Columns = (
+    ("passes", "passes", "{:,.0f}"),
+    ("occupancy", "seats\nbusy", "{:.0%}"),
+    ("preemptions", "preemp-\ntions", "{:,.0f}"),
+    ("seconds", "time\ns", "{:,.2f}"),
+    ("requests_s", "requests\n/s", "{:,.1f}"),
+    ("output_tok_s", "output\ntok/s", "{:,.0f}"),
+    ("speedup", "to the\nfirst", "{:.2f}x"),
+    ("in_time", "in\ntime", "{:.0%}"),
+    ("rank_correlation", "rank\ncorr.", "{:.2f}"),
+)
+WAITING: Columns = (
+    ("ttft_p50", "TTFT\np50", "{:,.0f}"),
+    ("ttft_p99", "\np99", "{:,.0f}"),
+    ("tpot_p50", "TPOT\np50", "{:,.1f}"),
+    ("tpot_p99", "\np99", "{:,.1f}"),
+    ("gap_max", "longest\ngap", "{:,.0f}"),
+    ("e2e_mean", "whole\nmean", "{:,.0f}"),
+    ("e2e_p99", "\np99", "{:,.0f}"),
+)
+BY_GROUP: Columns = (
+    ("requests", "requests", "{:,.0f}"),
+    ("ttft_p50", "TTFT\np50", "{:,.0f}"),
+    ("ttft_p95", "\np95", "{:,.0f}"),
+    ("gap_max", "longest\ngap", "{:,.0f}"),
+    ("e2e_mean", "whole\nmean", "{:,.0f}"),
+    ("in_time", "in\ntime", "{:.0%}"),
+    ("service", "tokens", "{:,.0f}"),
+)
+
+
+def summarize(comparison: Comparison) -> dict[str, Any]:
+    """Everything: each cell's medians and runs, down to every request and every step."""
+    mix, limits = comparison.mix, comparison.limits
+    cells = [summarize_cell(cell, mix) for cell in comparison.cells]
+    first = next((cell["median"]["output_tok_s"] for cell in cells if cell["runs"]), None)
+    for cell in cells:
+        if cell["runs"]:
+            cell["median"]["speedup"] = cell["median"]["output_tok_s"] / first
+    return {
+        "chairlift": __version__,
+        "machine": {"processor": platform.machine(), "system": platform.system(), "python": platform.python_version()},
+        **comparison.info,
+        "seats": limits.max_sequences,
+        "step_tokens": limits.step_tokens,
+        "workload": {
+            "name": mix.name,
+            "prompt_tokens": sum(len(ask.prompt) for ask in mix.asks),
+            "output_tokens": sum(mix.lengths),
+            "lengths_are_known": mix.lengths_are_known,
+            "max_tokens": None if mix.lengths_are_known else mix.cap,
+            "rehearsed": len(mix.rehearsal),
+            "requests": [{**asdict(ask), "prompt": len(ask.prompt)} for ask in mix.asks],
+        },
+        "cells": cells,
+        "bounds": list(bounds(cells, mix, limits.max_sequences)),
+    }
+
+
+def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
+    """One cell's numbers: the median of each over its runs, for all requests, by tenant and by kind."""
+    runs: list[dict[str, Any]] = []
+    for run in cell.runs:
+        steps = run.steps
+        found = measure(run)
+        if not cell.choices:
+            found["passes"] = bound_of(mix.lengths, run.seats).static  # transformers does just that
+        runs.append(
+            {
+                "metrics": found,
+                "tenants": by_group(run, lambda answer: answer.ask.tenant),
+                "kinds": by_group(run, lambda answer: answer.ask.kind),
+                "requests": [request_row(answer) for answer in run.answers],
+                "steps": {
+                    "at": [round(step.at, 6) for step in steps],
+                    "seconds": [round(step.seconds, 6) for step in steps],
+                    "sequences": [step.sequences for step in steps],
+                    "tokens": [step.tokens for step in steps],
+                },
+                "service": {
+                    tenant: [step.served.get(tenant, 0) for step in steps]
+                    for tenant in sorted({tenant for step in steps for tenant in step.served})
+                },
+            }
+        )
+    groups = {
+        sort: {name: middle([run[sort][name] for run in runs]) for name in (runs[0][sort] if runs else ())}
+        for sort in ("tenants", "kinds")
+    }
+    return {
+        "name": cell.name,
+        "choices": cell.choices,
+        "settings": cell.settings,
+        "unavailable": cell.unavailable,
+        "median": middle([run["metrics"] for run in runs]),
+        **groups,
+        "runs": runs,
+    }
+
+
+def measure(run: Run) -> Metrics:
+    """The numbers of one run; of an engine that is not ours there are no steps, and so not all of them."""
+    answers, steps, seconds = run.answers, run.steps, run.seconds
+    output = sum(answer.tokens for answer in answers)
+    found: Metrics = {
+        "seconds": seconds,
+        "requests_s": len(answers) / seconds,
+        "output_tok_s": output / seconds,
+        "total_tok_s": (output + sum(len(answer.ask.prompt) for answer in answers)) / seconds,
+        **spread("ttft", [1000 * answer.ttft for answer in answers]),
+        **spread("tpot", [1000 * tpot for answer in answers if (tpot := answer.tpot) is not None]),
+        **spread("e2e", [1000 * answer.seconds for answer in answers]),
+    }
+    if steps:
+        found |= {
+            "passes": len(steps),
+            "tokens_per_pass": fmean(step.tokens for step in steps),
+            "occupancy": fmean(step.sequences for step in steps) / run.seats,
+            "gap_max": 1000 * max(answer.gap for answer in answers),
+            "preemptions": run.preemptions,
+        }
+    if any(answer.ask.deadline is not None for answer in answers):
+        found["in_time"] = share_in_time(answers)
+    if run.rank_correlation is not None:
+        found["rank_correlation"] = run.rank_correlation
+    return found
+
+
+def by_group(run: Run, name_of: Callable[[Answer], str]) -> dict[str, Metrics]:
+    """How each tenant or kind fared, where there are several."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in sorted(run.answers, key=name_of):
+        groups.setdefault(name_of(answer), []).append(answer)
+    if len(groups) < 2:
+        return {}
+    found = {}
+    for name, answers in groups.items():
+        found[name] = {
+            "requests": len(answers),
+            **spread("ttft", [1000 * answer.ttft for answer in answers]),
+            **spread("tpot", [1000 * tpot for answer in answers if (tpot := answer.tpot) is not None]),
+            **spread("e2e", [1000 * answer.seconds for answer in answers]),
+            "service": sum(len(answer.ask.prompt) + answer.tokens for answer in answers),
+        }
+        if run.steps:
+            found[name]["gap_max"] = 1000 * max(answer.gap for answer in answers)
+        if any(answer.ask.deadline is not None for answer in answers):
+            found[name]["in_time"] = share_in_time(answers)
+    return found
+
+
+def spread(name: str, values: Sequence[float]) -> Metrics:
+    """The mean, and what half, nearly all and all but a hundredth do not exceed."""
+    if not values:
+        return {}
+    marks = {f"{name}_p{share}": percentile(values, share) for share in (50, 95, 99)}
+    return {f"{name}_mean": fmean(values), **marks}
+
+
+def share_in_time(answers: Sequence[Answer]) -> float:
+    """Of those with a deadline, how many met it."""
+    return fmean(answer.is_in_time for answer in answers if answer.ask.deadline is not None)
+
+
+def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[dict[str, Any]]:
+    """For static and continuous batching, all else equal and in order of arrival: what was reached of what can be."""
+    if not mix.is_at_once:
+        return
+    ours = [cell for cell in cells if cell["runs"] and cell["choices"]]
+    for slow in ours:
+        for fast in ours:
+            wanted = {**slow["choices"], "batching": "continuous"}
+            is_pair = slow["choices"].get("batching") == "static" and fast["choices"] == wanted
+            if not is_pair or slow["choices"].get("policy", "fcfs") != "fcfs":
+                continue
+            most = bound_of(mix.lengths, seats)
+            reached = slow["median"]["passes"] / fast["median"]["passes"]
+            yield {
+                "static": slow["name"],
+                "continuous": fast["name"],
+                "passes": [slow["median"]["passes"], fast["median"]["passes"]],
+                "least_passes": [most.static, most.continuous],
+                "reached": reached,
+                "bound": most.ratio,
+                "share": reached / most.ratio,
+                "speedup": fast["median"]["output_tok_s"] / slow["median"]["output_tok_s"],
+            }
+
+
+def request_row(answer: Answer) -> dict[str, Any]:
+    """One request for a file; moments are seconds from the start of the run."""
+    return {
+        "tokens": answer.tokens,
+        "at": round(answer.at, 6),
+        "first": round(answer.first, 6),
+        "last": round(answer.last, 6),
+        "gap": round(answer.gap, 6),
+        "expected": answer.expected,
+        "stays": [[stay.seat, round(stay.began, 6), round(stay.ended, 6)] for stay in answer.stays],
+    }
+
+
+def middle_run(cell: dict[str, Any]) -> dict[str, Any]:
+    """The run that took neither the longest nor the shortest: the one to look at."""
+    ordered = sorted(cell["runs"], key=lambda run: run["metrics"]["seconds"])
+    found: dict[str, Any] = ordered[len(ordered) // 2]
+    return found
+
+
+def tables(summary: dict[str, Any]) -> Group:
+    """How fast each cell was, how long its requests waited, and how each tenant or kind of requests fared."""
+    cells = [cell for cell in summary["cells"] if cell["runs"]]
+    rows = [((cell["name"],), cell["median"]) for cell in cells]
+    parts = [
+        filled(SPEED, rows, title(summary), "\n".join(notes(summary))),
+        filled(WAITING, rows, "how long requests wait, ms"),
+    ]
+    sort = next((sort for sort in ("tenants", "kinds") if any(cell[sort] for cell in cells)), None)
+    if sort is not None:
+        groups = [((cell["name"], name), row) for cell in cells for name, row in cell[sort].items()]
+        parts.append(filled(BY_GROUP, groups, f"by {sort.removesuffix('s')}, ms"))
+    return Group(*parts)
+
+
+def filled(columns: Columns, rows: Sequence[tuple[tuple[str, ...], Metrics]], title: str, caption: str = "") -> Table:
+    """Rows under their names; a column that would be empty is left out."""
+    shown = Table(title=Text(title), title_justify="left", caption=Text(caption), caption_justify="left")
+    for _ in rows[0][0]:
+        shown.add_column("")
+    used = [column for column in columns if any(column[0] in metrics for _, metrics in rows)]
+    for _, label, _ in used:
+        shown.add_column(label, justify="right", no_wrap=True)
+    for names, metrics in rows:
+        cells = (form.format(metrics[key]) if key in metrics else "" for key, _, form in used)
+        shown.add_row(*(Text(name) for name in names), *cells)
+    return shown
+
+
+def title(summary: dict[str, Any]) -> str:
+    """What ran, in one line."""
+    work = summary["workload"]
+    return (
+        f"{work['name']}: {len(work['requests']):,} requests, {work['prompt_tokens']:,} prompt and "
+        f"{work['output_tokens']:,} output tokens, {summary['seats']} seats"
+    )
+
+
+def notes(summary: dict[str, Any]) -> list[str]:
+    """What a reader must know, and how near to the bound it came."""
+    runs = max(len(cell["runs"]) for cell in summary["cells"])
+    work = summary["workload"]
+    lengths = (
+        "max_tokens is each answer's length" if work["lengths_are_known"] else f"max_tokens is {work['max_tokens']:,}"
+    )
+    found = [f"{summary['device']}, {summary['dtype']}; {lengths}; median of {runs} run{'s' * (runs > 1)}"]
+    for bound in summary["bounds"]:
+        static, continuous = bound["passes"]
+        found.append(
+            f"{bound['static']} / {bound['continuous']}: {static:,.0f} / {continuous:,.0f} passes = "
+            f"{bound['reached']:.2f}x, {bound['share']:.0%} of the {bound['bound']:.2f}x that these lengths allow"
+        )
+    absent = [cell for cell in summary["cells"] if cell["unavailable"] is not None]
+    return found + [f"{cell['name']} is not available: {cell['unavailable']}" for cell in absent]

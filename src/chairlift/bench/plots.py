@@ -1,0 +1,295 @@
+"""Pictures of a comparison, drawn from its numbers alone: one file for each question that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import log
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
+
+from chairlift.bench.compare_report import middle_run, title
+
+WIDTH = 8.0  # inches of 100 pixels
+HEAD = 0.65  # for the title
+LEGEND_COLUMNS = 4
+COLORS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2", "#9D755D", "#EECA3B")
+PAPER, INK, FAINT = "#F2F2F2", "#333333", "#8A8A8A"
+LIGHTEST, DARKEST = (0.78, 0.87, 0.95), (0.10, 0.24, 0.42)  # of a short answer and of a long one
+LOOK: dict[Any, Any] = {
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "chairlift",
+}
+
+Summary = dict[str, Any]
+
+
+def draw_all(summary: Summary, folder: Path, kind: str = "svg") -> list[Path]:
+    """Draw every picture that the numbers are enough for, and say where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with matplotlib.rc_context(LOOK):
+        for name, draw in PICTURES.items():
+            figure = draw(summary)
+            if figure is not None:
+                file = folder / f"{name}.{kind}"
+                figure.savefig(file, dpi=100, facecolor="white", metadata={"Date": None} if kind == "svg" else None)
+                drawn.append(file)
+    return drawn
+
+
+def throughput(summary: Summary) -> Figure:
+    """How fast, and how long an answer takes: a bar for each cell."""
+    cells = [cell for cell in summary["cells"] if cell["runs"]]
+    figure = sheet(summary, "Speed, and how long an answer takes", 0.34 * len(cells) + 0.3)
+    speed, wait = figure.subplots(1, 2, sharey=True)
+    for axes, key, unit, form in (
+        (speed, "output_tok_s", "output tokens per second", "{:,.0f}"),
+        (wait, "e2e_mean", "mean milliseconds from request to last token", "{:,.0f}"),
+    ):
+        values = [cell["median"][key] for cell in cells]
+        bars = axes.barh(range(len(cells)), values, height=0.62, color=colors(len(cells)))
+        labels = [form.format(value) for value in values]
+        if key == "output_tok_s":
+            labels = [f"{text}  {value / values[0]:.2f}x" for text, value in zip(labels, values, strict=True)]
+        axes.bar_label(bars, labels, padding=4)
+        axes.set_xlim(0, 1.32 * max(values))
+        axes.set_title(unit, loc="left", fontsize=9)
+        axes.set_xticks([])
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(left=False)
+    speed.set_yticks(range(len(cells)), [cell["name"] for cell in cells])
+    speed.invert_yaxis()
+    return figure
+
+
+def utilization(summary: Summary) -> Figure:
+    """How full each pass was: static batching's saw, continuous batching's plateau."""
+
+    def occupancy(axes: Axes, cell: Summary, color: Any) -> None:
+        steps = middle_run(cell)["steps"]
+        shares = [100 * count / summary["seats"] for count in steps["sequences"]]
+        axes.fill_between(*stairs(steps, shares), color=color, linewidth=0)
+        axes.set_ylim(0, 104)
+        axes.set_yticks([0, 50, 100], ["0", "50", "100%"])
+        axes.set_ylabel("seats busy")
+        found = middle_run(cell)["metrics"]
+        note(axes, f"{found['occupancy']:.0%} of seats, {found['passes']:,.0f} passes")
+
+    def tokens(axes: Axes, cell: Summary, color: Any) -> None:
+        steps = middle_run(cell)["steps"]
+        axes.plot(*stairs(steps, steps["tokens"]), color=color, linewidth=0.8)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(0.8, 2 * max(max(middle_run(each)["steps"]["tokens"]) for each in ours(summary)))
+        axes.set_ylabel("tokens")
+        note(axes, f"{middle_run(cell)['metrics']['tokens_per_pass']:,.1f} on average")
+
+    return small_multiples(summary, "How full each pass is: seats busy, and tokens", [occupancy, tokens])
+
+
+def seats(summary: Summary) -> Figure:
+    """Who sat where and how long: one row for each seat."""
+    asks = summary["workload"]["requests"]
+    paint, named = stay_colors(asks)
+
+    def stays(axes: Axes, cell: Summary, color: Any) -> None:
+        rows: dict[int, list[tuple[float, float, Any]]] = {}
+        for ask, request in zip(asks, middle_run(cell)["requests"], strict=True):
+            for seat, began, ended in request["stays"]:
+                rows.setdefault(seat, []).append((began, ended - began, paint(ask)))
+        count = summary["seats"]
+        axes.set_facecolor(PAPER)
+        for seat, row in rows.items():
+            bars = [(began, width) for began, width, _ in row]
+            edge = 0.4 if count <= 64 else 0.0
+            faces = [face for _, _, face in row]
+            axes.broken_barh(bars, (seat + 0.06, 0.88), facecolors=faces, edgecolor="white", linewidth=edge)
+        axes.set_ylim(count, 0)
+        axes.set_yticks([0.5, count - 0.5], ["1", str(count)])
+        axes.set_ylabel("seat", labelpad=-4)
+        note(axes, f"{middle_run(cell)['metrics']['seconds']:,.2f} s")
+
+    head = "Who sits where, and how long. " + ("Grey: an empty seat." if named else "Darker: a longer answer.")
+    height = min(3.0, 0.6 + 0.08 * float(summary["seats"]))
+    figure = small_multiples(summary, head, [stays], height, legend=0.3 if named else 0.0)
+    names(figure, named)
+    return figure
+
+
+def latency(summary: Summary) -> Figure:
+    """Which share of requests waited no longer than so long."""
+    cells = ours(summary)
+    lines = -(-len(cells) // LEGEND_COLUMNS)
+    figure = sheet(summary, "Which share of requests waits no longer than ...", 2.7, legend=0.2 * lines + 0.1)
+    plots = figure.subplots(1, 3, sharey=True)
+    measures: dict[str, Callable[[Summary], float | None]] = {
+        "to the first token, s": lambda request: request["first"] - request["at"],
+        "for each next token, ms": lambda request: (
+            1000 * (request["last"] - request["first"]) / (request["tokens"] - 1) if request["tokens"] > 1 else None
+        ),
+        "longest gap between two, ms": lambda request: 1000 * request["gap"] if request["tokens"] > 1 else None,
+    }
+    for axes, (label, measured) in zip(plots, measures.items(), strict=True):
+        for cell, color in zip(cells, colors(len(cells)), strict=True):
+            values = sorted(value for each in middle_run(cell)["requests"] if (value := measured(each)) is not None)
+            shares = [100 * (place + 1) / len(values) for place in range(len(values))]
+            axes.step([0, *values], [0, *shares], where="post", color=color, linewidth=1.5)
+        axes.set_title(label, loc="left", fontsize=9)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 102)
+        axes.grid(axis="y", color=PAPER)
+    plots[0].set_yticks([0, 50, 95], ["0", "50", "95%"])
+    names(figure, {cell["name"]: color for cell, color in zip(cells, colors(len(cells)), strict=True)})
+    return figure
+
+
+def fairness(summary: Summary) -> Figure | None:
+    """What each tenant has got by when."""
+    tenants = sorted({ask["tenant"] for ask in summary["workload"]["requests"]})
+    if len(tenants) < 2:
+        return None
+
+    def lines(axes: Axes, cell: Summary, as_share: bool) -> None:
+        run = middle_run(cell)
+        ends = [at + seconds for at, seconds in zip(run["steps"]["at"], run["steps"]["seconds"], strict=True)]
+        for name, color in zip(tenants, COLORS, strict=False):
+            sums = list(accumulate(run["service"][name]))
+            values = [100 * value / sums[-1] for value in sums] if as_share else sums
+            axes.plot([0, *ends], [0, *values], color=color, linewidth=1.5)
+        axes.set_ylim(bottom=0)
+        if as_share:
+            axes.set_yticks([0, 50, 100], ["0", "50", "100%"])
+        else:
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+
+    def tokens(axes: Axes, cell: Summary, color: Any) -> None:
+        lines(axes, cell, as_share=False)
+        axes.set_ylabel("tokens")
+
+    def shares(axes: Axes, cell: Summary, color: Any) -> None:
+        lines(axes, cell, as_share=True)
+        axes.set_ylabel("of its own")
+
+    head = "What each tenant has got: in tokens, and as a share of all it asked for"
+    figure = small_multiples(summary, head, [tokens, shares], height=1.2, legend=0.3)
+    names(figure, dict(zip(tenants, COLORS, strict=False)))
+    return figure
+
+
+PICTURES: dict[str, Callable[[Summary], Figure | None]] = {
+    "throughput": throughput,
+    "utilization": utilization,
+    "seats": seats,
+    "latency": latency,
+    "fairness": fairness,
+}
+
+
+def small_multiples(
+    summary: Summary,
+    head: str,
+    columns: Sequence[Callable[[Axes, Summary, Any], None]],
+    height: float = 1.0,
+    legend: float = 0.0,
+) -> Figure:
+    """A row for each cell, all on one time axis, so that what ends sooner is seen to."""
+    cells = ours(summary)
+    figure = sheet(summary, head, (height + 0.3) * len(cells) + 0.3, legend)
+    plots = figure.subplots(len(cells), len(columns), sharex=True, squeeze=False)
+    longest = max(middle_run(cell)["metrics"]["seconds"] for cell in cells)
+    for row, cell, color in zip(plots, cells, colors(len(cells)), strict=True):
+        row[0].set_title(cell["name"], loc="left", fontsize=10, color=INK)
+        for axes, draw in zip(row, columns, strict=True):
+            draw(axes, cell, color)
+            axes.set_xlim(0, 1.01 * longest)
+    for axes in plots[-1]:
+        axes.set_xlabel("seconds")
+    return figure
+
+
+def sheet(summary: Summary, head: str, height: float, legend: float = 0.0) -> Figure:
+    """An empty figure under its title, with room for a line of names."""
+    total = height + HEAD + legend
+    figure = Figure(figsize=(WIDTH, total), layout=ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
+    figure.text(0.012, 1 - 0.1 / total, head, fontsize=12, va="top")
+    figure.text(0.012, 1 - 0.37 / total, title(summary), fontsize=9, color=FAINT, va="top")
+    return figure
+
+
+def names(figure: Figure, colored: Mapping[str, str]) -> None:
+    """What each color is, under the title."""
+    shown = figure.legend(
+        handles=[Patch(color=color, label=name) for name, color in colored.items()],
+        loc="upper left",
+        bbox_to_anchor=(0.0, 1 - 0.55 / figure.get_figheight()),
+        ncols=LEGEND_COLUMNS,
+        frameon=False,
+        labelcolor="linecolor",
+        handlelength=0.8,
+        handleheight=0.8,
+        borderpad=0.4,
+        fontsize=9,
+    )
+    shown.set_in_layout(False)
+
+
+def ours(summary: Summary) -> list[Summary]:
+    """The cells whose steps are known; one of them has always run first."""
+    return [cell for cell in summary["cells"] if cell["runs"] and cell["choices"]]
+
+
+def colors(count: int) -> Sequence[str]:
+    """One for each cell."""
+    return [COLORS[place % len(COLORS)] for place in range(count)]
+
+
+def note(axes: Axes, text: str) -> None:
+    """A fact beside the title."""
+    axes.set_title(text, loc="right", fontsize=9, color=FAINT)
+
+
+def stairs(steps: Summary, values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """A value that holds from a pass's start to its end, and none between passes."""
+    times: list[float] = []
+    heights: list[float] = []
+    for at, seconds, value in zip(steps["at"], steps["seconds"], values, strict=True):
+        times += (at, at + seconds)
+        heights += (value, value)
+    return times, heights
+
+
+def stay_colors(asks: Sequence[Summary]) -> tuple[Callable[[Summary], Any], dict[str, str]]:
+    """What color a request's stay has, and their names: its tenant's, its kind's, or darker the longer its answer."""
+    groups = {sort: sorted({ask[sort] for ask in asks}) for sort in ("tenant", "kind")}
+    telling = next((sort for sort, found in groups.items() if 1 < len(found) <= LEGEND_COLUMNS), None)
+    if telling is not None:
+        colored = dict(zip(groups[telling], COLORS, strict=False))
+        return lambda ask: colored[ask[telling]], colored
+    low = log(min(ask["length"] for ask in asks))
+    span = log(max(ask["length"] for ask in asks)) - low or 1.0
+
+    def shade(ask: Summary) -> tuple[float, ...]:
+        place = (log(ask["length"]) - low) / span
+        return tuple(light + place * (dark - light) for light, dark in zip(LIGHTEST, DARKEST, strict=True))
+
+    return shade, {}

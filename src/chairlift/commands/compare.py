@@ -1,0 +1,183 @@
+"""`chairlift compare`: scheduling choices side by side, on the same requests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from chairlift.commands.bench import show
+from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.screen import notes
+from chairlift.core.errors import ChairliftError
+from chairlift.core.settings import options
+
+NO_PLOTS = "no pictures: matplotlib is not installed; get it with: pip install 'chairlift[plots]'"
+_CHOICES = {found.name: " ".join(found.metadata["choices"]) for _, found in options()}
+
+
+def _axis(name: str, help: str) -> Any:
+    """A flag that may be given several times: each value is another line of the grid."""
+    return typer.Option(help=f"{help}: {_CHOICES.get(name, '')}; repeatable.", rich_help_panel="The grid")
+
+
+@with_settings
+def compare(
+    batching: Annotated[list[str] | None, _axis("batching", "When the batch takes new requests")] = None,
+    prefill: Annotated[list[str] | None, _axis("prefill", "How prompts share a step with decodes")] = None,
+    policy: Annotated[list[str] | None, _axis("policy", "Who goes next")] = None,
+    predictor: Annotated[list[str] | None, _axis("predictor", "How the length of an answer is guessed")] = None,
+    preemption: Annotated[list[str] | None, _axis("preemption", "What one that yields its memory loses")] = None,
+    naive: Annotated[
+        bool,
+        typer.Option("--naive", help="Also run transformers' generate on padded batches.", rich_help_panel="The grid"),
+    ] = False,
+    model: Model = "",
+    shape: Annotated[
+        str | None, typer.Option(help="A model's shape with random weights, such as smollm2-135m, in place of --model.")
+    ] = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="halves, lognormal12, homogeneous, tenants, flood, priorities, deadlines, longprompt, or one that "
+            "`chairlift bench` knows: uniform, lognormal, cpu64, a JSONL file."
+        ),
+    ] = "halves",
+    requests: Annotated[int | None, typer.Option(help="How many (default: the workload's own number).", min=1)] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
+    ] = "16..256",
+    output_tokens: Annotated[str, typer.Option(help="Answer lengths, in the same way.")] = "16..256",
+    workload_seed: Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and moments.")] = 0,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second (default: all at once, or a recording's own).")
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, constant, burst, or a recording, which gives the lengths too.")
+    ] = "poisson",
+    burstiness: Annotated[
+        float | None, typer.Option(help="Of burst's gamma gaps: 1 is Poisson, less comes in clumps (default: 0.25).")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Ask only in the first so many seconds.", min=0)] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Of deadlines: seconds to the tightest; others have 2, 4 and 8 times as long.", min=0)
+    ] = 2.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="What every request says it may take, where lengths are hidden (default: a bit more).", min=1
+        ),
+    ] = None,
+    rehearse: Annotated[
+        int, typer.Option(help="As many requests first that are not measured, so that a predictor has learned.", min=0)
+    ] = 0,
+    lengths_are_known: Annotated[
+        bool | None,
+        typer.Option(
+            "--known-lengths/--hidden-lengths",
+            help="Whether max_tokens is an answer's true length (default: where only the batching is compared).",
+        ),
+    ] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(help="Seats in the batch (default: 16, and 17 for longprompt).", min=1)
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="Runs of each cell, in turn; medians are shown.", min=1)] = 1,
+    output: Annotated[Path | None, typer.Option(help="Draw pictures and write numbers.json in this folder.")] = None,
+    picture: Annotated[Literal["svg", "png"], typer.Option(help="The pictures' format.")] = "svg",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything, each request and step too, to this file.")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Run one workload with every combination of scheduling choices, on this machine, and show the differences.
+
+    How long an answer becomes is hidden from the scheduler, as in life; only the oracle predictor knows.
+    """
+    from chairlift.bench import compare_report, mixes
+    from chairlift.bench.arrivals import Demand
+    from chairlift.bench.compare import Comparison
+    from chairlift.bench.workloads import Lengths
+
+    if shape and model:
+        raise ChairliftError("--shape and --model exclude each other: give one")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
+    if output is not None and output.exists() and not output.is_dir():
+        raise ChairliftError(f"{output} is a file, not a folder for pictures: name another")
+    settings["max_sequences"] = max_sequences
+    if shape:
+        settings["load_format"] = "dummy"
+    lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
+    demand = Demand(workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration)
+    axes = {
+        "batching": batching or ["static", "continuous"],
+        "prefill": prefill or ["chunked"],
+        "policy": policy or ["fcfs"],
+        "predictor": predictor or [],
+        "preemption": preemption or [],
+    }
+    comparison = Comparison(
+        shape or model or DEFAULT_MODEL,
+        settings,
+        axes,
+        lambda encode: mixes.make(
+            demand, encode, deadline=deadline, cap=max_tokens, lengths_are_known=lengths_are_known, rehearse=rehearse
+        ),
+        repeat=repeat,
+        naive=naive,
+    )
+    was_interrupted = False
+    try:
+        with progress_bar(comparison.tokens) as (notice, advance):
+            comparison.run(notice, advance)
+    except KeyboardInterrupt:
+        if not any(cell.runs for cell in comparison.cells):
+            raise
+        was_interrupted = True
+    summary = compare_report.summarize(comparison)
+    show(compare_report.tables(summary))
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary) + "\n")
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "numbers.json").write_text(json.dumps(summary) + "\n")
+        draw(summary, output, picture)
+    if was_interrupted:
+        raise typer.Exit(130)
+
+
+def draw(summary: dict[str, Any], folder: Path, kind: str) -> None:
+    """Draw the pictures, or say how to get them."""
+    try:
+        from chairlift.bench.plots import draw_all
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        notes.print(NO_PLOTS, markup=False)
+        return
+    drawn = draw_all(summary, folder, kind)
+    notes.print(f"drew {', '.join(map(str, drawn))}", style="dim", markup=False)
+
+
+@contextmanager
+def progress_bar(tokens: int) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+    """What shows the run under way and how far all of them are, on stderr where someone watches."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    is_seen = sys.stderr.isatty()
+    with Progress(*columns, console=notes, transient=True, disable=not is_seen) as bar:
+        task = bar.add_task("", total=tokens)
+
+        def notice(text: str) -> None:
+            bar.update(task, description=text)
+            if not is_seen:
+                notes.print(text, style="dim", markup=False)
+
+        yield notice, lambda count: bar.advance(task, count)

@@ -1,0 +1,312 @@
+"""Comparisons of scheduling choices: real grids on a tiny real model, and the arithmetic of their bound."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift.bench import mixes
+from chairlift.bench.arrivals import Demand
+from chairlift.bench.bound import Bound, bound_of
+from chairlift.bench.compare import Comparison, cells_of
+from chairlift.bench.compare_report import bounds, summarize, tables
+from chairlift.bench.drive import request_of
+from chairlift.bench.mixes import MIXES, Ask, Mix
+from chairlift.core.batching import GATES
+from chairlift.core.errors import ChairliftError
+from chairlift.core.preemption import PREEMPTIONS
+from tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a context for long answers."""
+    return str(make_tiny_model(tmp_path_factory.mktemp("compare") / "llama", max_position_embeddings=1024))
+
+
+def made(name: str, **options: Any) -> Mix:
+    demand = {key: options.pop(key) for key in ("requests", "seed", "rate", "arrivals", "duration") if key in options}
+    return mixes.make(Demand(name, **demand), lambda text: [ord(letter) for letter in text], **options)
+
+
+def compared(model: str, mix: Mix, axes: dict[str, list[str]], repeat: int = 1, **settings: Any) -> dict[str, Any]:
+    comparison = Comparison(model, {"device": "cpu", **settings}, axes, lambda _encode: mix, repeat=repeat)
+    told: list[int] = []
+    comparison.run(lambda _text: None, told.append)
+    assert sum(told) == comparison.tokens
+    summary = summarize(comparison)
+    assert tables(summary).renderables
+    found: dict[str, Any] = json.loads(json.dumps(summary))
+    return found
+
+
+def few(*lengths: int, **fields: Any) -> list[Ask]:
+    return [Ask([3, 5, 7, 9], length, **fields) for length in lengths]
+
+
+# ---- mixes
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_mix_is_the_same_each_time_and_another_with_another_seed(name: str) -> None:
+    assert made(name) == made(name) != made(name, seed=1)
+    assert len(made(name, requests=20).asks) == 20
+
+
+def test_the_mixes_are_what_their_names_say() -> None:
+    lengths = Counter("short" if length < 10 else "long" if length > 500 else "?" for length in made("halves").lengths)
+    assert lengths == {"short": 32, "long": 32}
+    assert len(set(made("homogeneous").lengths)) == 1
+    assert Counter(ask.tenant for ask in made("flood").asks) == {"loud": 500, "quiet": 5}
+    assert sum(ask.priority for ask in made("priorities").asks) == 8
+    assert {ask.deadline for ask in made("deadlines", deadline=3).asks} == {3, 6, 12, 24}
+    *decodes, newcomer = made("longprompt").asks
+    assert len(decodes) == 16 and len(newcomer.prompt) == 2000 and newcomer.after
+
+
+def test_in_the_tenants_mix_prompts_of_a_kind_begin_alike_and_lengths_depend_on_who_asks() -> None:
+    asks = made("tenants", requests=400).asks
+    starts = {ask.kind: {tuple(each.prompt[:32]) for each in asks if each.kind == ask.kind} for ask in asks}
+    assert len(starts) == 4 and all(len(found) == 1 for found in starts.values())
+    mean = {
+        (tenant, kind): sum(lengths) / len(lengths)
+        for tenant in mixes.TENANTS
+        for kind in mixes.KINDS
+        if (lengths := [ask.length for ask in asks if (ask.tenant, ask.kind) == (tenant, kind)])
+    }
+    assert mean["cedar", "story"] > 2 * mean["amber", "story"] > 4 * mean["amber", "label"]
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in MIXES.items() if not recipe.lengths_are_known])
+def test_a_hidden_length_reaches_nothing_but_the_oracle(name: str) -> None:
+    mix = made(name)
+    requests = [request_of(mix, number, 0.0) for number in range(len(mix.asks))]
+    assert len({repr(request.params) for request in requests}) == 1
+    assert requests[0].params.max_tokens == mix.cap > max(mix.lengths)
+    assert [request.known_length for request in requests] == mix.lengths
+    assert {request.endpoint for request in requests} <= {"", "chat", "completions"}
+
+
+def test_lengths_can_be_told_or_hidden_at_will() -> None:
+    mix = made("halves", lengths_are_known=False, cap=700)
+    assert {mix.max_tokens(ask) for ask in mix.asks} == {700}
+    told = made("tenants", lengths_are_known=True)
+    assert [told.max_tokens(ask) for ask in told.asks] == told.lengths
+
+
+def test_a_rehearsal_comes_before_and_is_of_the_same_kinds() -> None:
+    mix = made("tenants", requests=40, rehearse=60, rate=10.0)
+    assert len(mix.asks) == 40 and len(mix.rehearsal) == 60 and mix.asks[0].at == mix.rehearsal[0].at == 0
+    starts = [{(ask.kind, *ask.prompt[:32]) for ask in asks} for asks in (mix.asks, mix.rehearsal)]
+    assert starts[0] == starts[1]
+
+
+def test_requests_come_at_a_rate_and_from_recordings(tmp_path: Path) -> None:
+    mix = made("tenants", requests=50, rate=10.0)
+    assert not mix.is_at_once and 2 < mix.asks[-1].at < 10
+    assert [ask.length for ask in mix.asks] == made("tenants", requests=50).lengths
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 5, "prompt_tokens": 7, "output_tokens": 3}\n' * 2)
+    recorded = made("halves", arrivals=str(trace))
+    assert [(len(ask.prompt), ask.length, ask.at) for ask in recorded.asks] == [(7, 3, 0.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nowhere", {}, "there is no workload 'nowhere': use halves, "),
+        ("halves", {"cap": 9}, "max_tokens is 9, less than the longest answer"),
+        ("halves", {"rate": 0.0}, "the rate is 0.0"),
+        ("halves", {"arrivals": "sometimes"}, "there are no arrivals 'sometimes'"),
+        ("halves", {"rate": 1.0, "duration": 0.0}, "no request is left to run"),
+    ],
+)
+def test_a_mix_that_cannot_be_made_says_why(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ChairliftError, match=message):
+        made(name, **options)
+
+
+# ---- the bound
+
+
+def test_the_bound_by_hand() -> None:
+    # Two batches of two last 8 passes each; 18 tokens on two seats take 9.
+    assert bound_of([1, 8, 1, 8], 2) == Bound(static=16, continuous=9)
+    # The longest answer alone takes 10 passes, though all tokens would fit in 7.
+    assert bound_of([10, 1, 1, 1], 2) == Bound(static=11, continuous=10)
+    # Equal answers: nothing to gain.
+    assert bound_of([5] * 6, 3) == Bound(static=10, continuous=10) and bound_of([5] * 6, 3).ratio == 1
+    # A last batch that is not full.
+    assert bound_of([3, 4, 5], 2) == Bound(static=9, continuous=6)
+
+
+def cell(batching: str, policy: str, passes: int) -> dict[str, Any]:
+    median = {"passes": passes, "output_tok_s": 100.0 / passes}
+    return {"name": batching, "choices": {"batching": batching, "policy": policy}, "runs": [1], "median": median}
+
+
+def test_what_was_reached_of_the_bound_by_hand() -> None:
+    mix = Mix("by hand", few(1, 8, 1, 8), 16, lengths_are_known=True)
+    pairs = [cell("static", "fcfs", 16), cell("continuous", "fcfs", 10), cell("continuous", "sjf", 9)]
+    [found] = bounds(pairs, mix, 2)
+    assert found["passes"] == [16, 10] and found["least_passes"] == [16, 9]
+    assert found["reached"] == 1.6 and found["bound"] == 16 / 9 and found["share"] == pytest.approx(0.9)
+    late = Mix("late", few(1, 8, at=1.0), 16, lengths_are_known=True)
+    assert list(bounds(pairs, late, 2)) == [], "who is not there yet cannot be in a batch"
+
+
+# ---- grids
+
+
+def test_cells_are_named_by_what_differs() -> None:
+    [alone] = cells_of({"batching": ["continuous"], "policy": ["fcfs"], "predictor": []})
+    assert alone.name == "continuous" and alone.choices == {"batching": "continuous", "policy": "fcfs"}
+    assert [each.name for each in cells_of({"batching": list(GATES), "policy": ["fcfs"]})] == list(GATES)
+    guessing = cells_of({"policy": ["fcfs", "sjf"], "predictor": ["history", "oracle"]})
+    assert [each.name for each in guessing] == ["fcfs", "sjf, history", "sjf, oracle"], "fcfs has nothing to guess"
+    with pytest.raises(ChairliftError, match="policy is 'luck': use one of fcfs"):
+        cells_of({"policy": ["fcfs", "luck"]})
+
+
+@pytest.mark.parametrize(("is_known", "overlap"), [(True, False), (False, True)])
+def test_every_request_gets_exactly_its_hidden_length_in_every_cell(model: str, is_known: bool, overlap: bool) -> None:
+    mix = Mix("few", few(1, 30, 2, 17, 40, 3, 9), 64, lengths_are_known=is_known)
+    mix = replace(mix, rehearsal=few(4, 2))
+    summary = compared(model, mix, {"batching": list(GATES)}, repeat=2, max_sequences=3, overlap=overlap)
+    assert [each["name"] for each in summary["cells"]] == list(GATES)
+    for cell in summary["cells"]:
+        assert len(cell["runs"]) == 2
+        for run in cell["runs"]:
+            assert [request["tokens"] for request in run["requests"]] == mix.lengths
+            assert len(run["steps"]["at"]) == run["metrics"]["passes"] >= max(mix.lengths)
+            assert 0 < run["metrics"]["occupancy"] <= 1 and max(run["steps"]["sequences"]) == 3
+            assert sum(run["steps"]["tokens"]) == sum(run["service"][""])
+            check_seats(run, seats=3)
+    assert summary["workload"]["max_tokens"] == (None if is_known else 64)
+    [found] = summary["bounds"]
+    assert found["reached"] > 1 and found["bound"] == bound_of(mix.lengths, 3).ratio
+    if is_known:
+        assert found["passes"][0] == found["least_passes"][0], "static batching has no choice"
+
+
+def check_seats(run: dict[str, Any], seats: int) -> None:
+    """Nobody sits on another's lap, and everybody sits from before the first token to the last."""
+    taken: dict[int, list[tuple[float, float]]] = {}
+    for request in run["requests"]:
+        assert request["at"] <= request["stays"][0][1] <= request["first"] <= request["last"]
+        for seat, began, ended in request["stays"]:
+            assert ended > began
+            taken.setdefault(seat, []).append((began, ended))
+    assert set(taken) <= set(range(seats))
+    for stays in taken.values():
+        assert all(before[1] <= after[0] + 1e-5 for before, after in pairwise(sorted(stays)))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("preemption", PREEMPTIONS)
+def test_one_that_yields_its_memory_stays_twice_and_still_gets_its_length(
+    model: str, preemption: str, overlap: bool
+) -> None:
+    mix = Mix("tight", few(90, 100, 80, 95), 100, lengths_are_known=False)
+    axes = {"batching": ["continuous"], "preemption": [preemption]}
+    summary = compared(model, mix, axes, max_sequences=4, kv_tokens=256, overlap=overlap)
+    [run] = summary["cells"][0]["runs"]
+    assert [request["tokens"] for request in run["requests"]] == mix.lengths
+    assert run["metrics"]["preemptions"] == sum(len(request["stays"]) - 1 for request in run["requests"]) > 0
+    check_seats(run, seats=4)
+
+
+def test_a_newcomer_waits_for_others_tokens_and_its_times_count_from_then(model: str) -> None:
+    asks = [*few(20, 20), Ask([2] * 100, 4, after=10)]
+    mix = Mix("joins", asks, 32, lengths_are_known=False)
+    summary = compared(model, mix, {"batching": list(GATES)}, max_sequences=3)
+    for cell in summary["cells"]:
+        *first, joined = cell["runs"][0]["requests"]
+        assert joined["at"] > max(request["first"] for request in first)
+
+
+def test_tenants_and_deadlines_are_told_apart(model: str) -> None:
+    asks = [*few(6, 6, 6, tenant="a", deadline=600.0), *few(6, tenant="b", deadline=0.0)]
+    summary = compared(model, Mix("two", asks, 8, lengths_are_known=False), {"batching": ["continuous"]})
+    [cell] = summary["cells"]
+    assert cell["median"]["in_time"] == 0.75
+    assert [cell["tenants"][name]["in_time"] for name in "ab"] == [1, 0]
+    assert [cell["tenants"][name]["service"] for name in "ab"] == [30, 10]
+    assert set(cell["runs"][0]["service"]) == {"a", "b"}
+
+
+def test_a_mix_that_the_context_cannot_hold_is_refused(model: str) -> None:
+    mix = Mix("long", [Ask([1] * 600, 600)], 1024, lengths_are_known=False)
+    with pytest.raises(ChairliftError, match="600 prompt and 600 output tokens, and the context holds 1024"):
+        compared(model, mix, {"batching": ["continuous"]})
+
+
+def test_a_predictor_that_has_learned_puts_short_answers_first(model: str) -> None:
+    prompts = {"short": [11] * 40, "long": [12] * 40}
+    asks = [Ask(prompts[kind], {"short": 2, "long": 60}[kind], kind=kind) for kind in ["long", "short"] * 4]
+    mix = Mix("two", asks, 64, lengths_are_known=False, rehearsal=asks * 5)
+    axes = {"batching": ["continuous"], "policy": ["fcfs", "sjf"]}
+    fcfs, sjf = compared(model, mix, axes, max_sequences=1)["cells"]
+    ends = [[request["last"] for request in each["runs"][0]["requests"]] for each in (fcfs, sjf)]
+    assert ends[0] == sorted(ends[0]), "in order of arrival"
+    assert max(ends[1][1::2]) < min(ends[1][0::2]), "all short ones before any long one"
+    assert sjf["median"]["rank_correlation"] == pytest.approx(1) and "rank_correlation" not in fcfs["median"]
+
+
+def test_naive_batches_are_a_row_of_their_own(model: str) -> None:
+    pytest.importorskip("transformers")
+    mix = Mix("few", few(3, 9, 4, 6), 16, lengths_are_known=True)
+    settings = {"device": "cpu", "max_sequences": 2}
+    comparison = Comparison(model, settings, {"batching": ["static"]}, lambda _encode: mix, naive=True)
+    comparison.run(lambda _text: None, lambda _count: None)
+    ours, naive = summarize(comparison)["cells"]
+    assert naive["name"] == "transformers-static" and not naive["unavailable"]
+    assert [request["tokens"] for request in naive["runs"][0]["requests"]] == mix.lengths
+    assert naive["median"]["passes"] == ours["median"]["passes"] == 15
+    late = Mix("late", few(3, at=1.0), 16, lengths_are_known=True)
+    with pytest.raises(ChairliftError, match="--naive answers everything at once"):
+        Comparison(model, settings, {"batching": ["static"]}, lambda _encode: late, naive=True)
+
+
+# ---- the command
+
+
+def command(model: str, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "chairlift", "compare", "--model", model, "--device", "cpu"]
+    return [*start, "--workload", "flood", "--requests", "12", "--max-sequences", "4", *more]
+
+
+def test_the_command_writes_a_table_numbers_and_pictures(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder, file = tmp_path / "pictures", tmp_path / "numbers.json"
+    asked = command(model, "--output", str(folder), "--json", str(file))
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
+    assert "flood: 12 requests" in done.stdout and "continuous" in done.stdout and "by tenant" in done.stdout
+    names = ("throughput", "utilization", "seats", "latency", "fairness")
+    for name in names:
+        drawn = (folder / f"{name}.svg").read_text()
+        assert "</svg>" in drawn and "continuous" in drawn
+    summary = json.loads(file.read_text())
+    assert summary == json.loads((folder / "numbers.json").read_text())
+    assert [len(run["requests"]) for cell in summary["cells"] for run in cell["runs"]] == [12] * len(summary["cells"])
+
+
+def test_without_matplotlib_there_are_numbers_and_advice(model: str, tmp_path: Path) -> None:
+    hide = "import sys; sys.modules['matplotlib'] = None; from chairlift import cli; cli.main()"
+    asked = [sys.executable, "-c", hide, *command(model, "--batching", "continuous", "--output", str(tmp_path))[3:]]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
+    assert "pip install 'chairlift[plots]'" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["numbers.json"]
+
+
+def test_a_wrong_choice_is_one_line(model: str) -> None:
+    done = subprocess.run(command(model, "--policy", "luck"), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: policy is 'luck': use one of fcfs")
