@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.policies import POLICIES
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.sources import resolve
 from tiny import make_tiny_model
@@ -57,6 +58,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "in large blocks": {"block_size": 48},
 }  # fmt: skip
 
+# Every other choice of the scheduler's, most of them under the same pressure.
+SQUEEZED = {"max_length": 256, "kv_tokens": 256}
+CHOICES: dict[str, dict[str, Any]] = {
+    "static": {"batching": "static", "max_sequences": 5},
+    "dynamic": {"batching": "dynamic", "max_sequences": 5},
+    "splitfuse": {"prefill": "splitfuse", "max_sequences": 8},
+    "prefill-first, preempted": {"prefill": "prefill-first", **SQUEEZED},
+    "whole": {"prefill": "whole", "max_length": 256},
+    "swap, preempted": {"preemption": "swap", **SQUEEZED},
+    "swap, preempted, overlapped": {"preemption": "swap", "overlap": True, **SQUEEZED},
+    "swap to a host with little room, preempted": {"preemption": "swap", "host_tokens": 48, **SQUEEZED},
+    "auto, preempted": {"preemption": "auto", **SQUEEZED},
+    "a target for latency": {"target_tpot": 0.005},
+    **{f"{policy}, preempted": {"policy": policy, **SQUEEZED} for policy in POLICIES},
+}
+
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
@@ -84,6 +101,20 @@ def test_every_family_equals_transformers_in_every_way_to_run(
         got = [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)]
         assert got == expected, way
         assert (llm.engine.scheduler.counters.preemptions > 0) == ("preempted" in way)
+        llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("name", ["llama with grouped heads", "mistral with a window"])
+def test_no_choice_of_scheduling_changes_a_token(name: str, tmp_path: Path) -> None:
+    architecture, config = MODELS[name]
+    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, **config)
+    draw = random.Random(2)
+    prompts = [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(12)]
+    expected = [result.outputs[0].token_ids for result in LLM(str(folder), progress=False).generate(prompts, GREEDY)]
+    for way, settings in CHOICES.items():
+        llm = LLM(str(folder), progress=False, **settings)
+        assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == expected, way
+        assert (llm.engine.scheduler.counters.preemptions > 0) == ("preempted" in way), way
         llm.engine.scheduler.check()
 
 
