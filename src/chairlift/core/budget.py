@@ -36,7 +36,8 @@ class LatencyBudget:
     def tokens(self, step: StepPlan, limit: int, start: int) -> int:
         """What is predicted to fit, but always a few tokens of a prompt."""
         fitting = self._cost.tokens_within(self._target, work_of(step), start)
-        return min(limit, step.tokens + max(_LEAST, fitting))
+        decodes = sum(count == 1 for _, _, count in step.slices)
+        return min(limit, max(step.tokens + fitting, decodes + _LEAST))
 
 
 def work_of(step: StepPlan) -> Work:

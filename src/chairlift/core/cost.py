@@ -54,7 +54,7 @@ class Cost:
         if self.weights > left:
             return 0
         each = self.token + self.pair * start
-        return max(0, int((left - self.token * work.tokens) / each)) if each else 0
+        return max(0, int((left - self.token * work.tokens) / each + 1e-6)) if each else 0
 
     @property
     def knee(self) -> int:

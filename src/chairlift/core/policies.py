@@ -46,10 +46,10 @@ class Priority(Policy):
         return self._aging * sequence.request.arrival - sequence.request.priority
 
     def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
-        """The last of those with the lowest priority, if that is lower than the newcomer's."""
-        lowest = min(running, key=lambda each: (each.request.priority, -each.order), default=None)
-        is_lower = lowest is not None and lowest.request.priority < newcomer.request.priority
-        return lowest if is_lower else None
+        """The last in the batch, if its priority is lower and its age does not make up for that."""
+        last = max(running, key=lambda each: each.rank, default=None)
+        is_lower = last is not None and last.request.priority < newcomer.request.priority and last.rank > newcomer.rank
+        return last if is_lower else None
 
 
 class ShortestFirst(Policy):
@@ -92,7 +92,9 @@ class MultiBin(Policy):
         for gone in self._served.keys() - heads.keys():
             del self._served[gone]
         least = min(self._served.values(), default=0)
-        return min(heads, key=lambda lane: (self._served.get(lane, least), heads[lane].order))
+        for come in heads.keys() - self._served.keys():
+            self._served[come] = least
+        return min(heads, key=lambda lane: (self._served[lane], heads[lane].order))
 
     def seated(self, sequence: Sequence) -> None:
         """Its bin has had a turn."""
@@ -125,8 +127,8 @@ class Fair(Policy):
         return sequence.request.tenant
 
     def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
-        """The tenant served least."""
-        return min(heads, key=lambda tenant: (self.service[str(tenant)], heads[tenant].order))
+        """The tenant served least; of equals, one that has fewer seats."""
+        return min(heads, key=lambda tenant: (self.service[str(tenant)], self._seats[str(tenant)], heads[tenant].order))
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
         """The last of the tenant that is most above its share."""

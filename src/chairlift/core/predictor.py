@@ -85,7 +85,6 @@ class Scored:
         length = self._model.guess(request, features)
         guesses = self._guesses
         guesses[request.id] = (length, features)
-        guesses.move_to_end(request.id)  # the id may be that of an aborted request
         if len(guesses) > REMEMBERED:
             guesses.popitem(last=False)
         return length
@@ -139,27 +138,18 @@ class Oracle(MaxTokens):
         return limit if request.known_length is None else max(1, min(request.known_length, limit))
 
 
-class _Bucket:
-    """What one value of a feature adds to the log length: a running average over the answers it has seen."""
-
-    __slots__ = ("count", "value")
-
-    def __init__(self, value: float, count: int) -> None:
-        self.value = value
-        self.count = count
-
-
 class _Table:
-    """One feature: a bucket for each of its values, and how far buckets that have seen so many answers are right.
+    """One feature: what each of its values adds to the log length, and how far such additions have been right.
 
-    The shares are learned where others choose a shrinkage: a feature that tells nothing, or nothing before it has seen
-    eight answers, is not listened to until then.
+    A bucket is the running average of the residuals that came with its value, and their count. Of what it says, the
+    estimate takes a share that is learned for buckets of like counts, where others choose a shrinkage: a feature that
+    tells nothing, or nothing until it has seen eight answers, is not listened to until then.
     """
 
     __slots__ = ("buckets", "shares")
 
     def __init__(self) -> None:
-        self.buckets: OrderedDict[int, _Bucket] = OrderedDict()  # the least recently seen first
+        self.buckets: OrderedDict[int, tuple[float, int]] = OrderedDict()  # the least recently seen first
         self.shares = [0.5] * (_BAND[-1] + 1)
 
     def learn(self, key: int, residual: float) -> float:
@@ -167,20 +157,18 @@ class _Table:
         buckets = self.buckets
         bucket = buckets.get(key)
         if bucket is None:
-            buckets[key] = _Bucket(residual, 1)
+            buckets[key] = (residual, 1)
             if len(buckets) > BUCKETS:
                 buckets.popitem(last=False)
             return residual
+        value, count = bucket
+        buckets[key] = (value + (residual - value) * _STEP[count], count + 1 if count < _MEMORY else count)
         buckets.move_to_end(key)
-        value, count = bucket.value, bucket.count
         band = _BAND[count]
         share = self.shares[band]
         rest = residual - value * share
         share += _RATE * value * rest  # downhill on the square of the rest
         self.shares[band] = 0.0 if share < 0.0 else 1.0 if share > 1.0 else share
-        bucket.value = value + (residual - value) * _STEP[count]
-        if count < _MEMORY:
-            bucket.count = count + 1
         return rest
 
 
@@ -193,8 +181,9 @@ class History:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self._log_max_length = math.log(max_length)
-        self._average = _Bucket(_PRIOR, 0)
+        self._most = math.log(max_length)
+        self._average = _PRIOR
+        self._count = 0
         self._spread = 1.0  # the usual distance of an answer from the average
         self._tables = [_Table() for _ in range(8)]  # one for each of the features
 
@@ -202,7 +191,7 @@ class History:
         """What may tell the length of an answer, from a fixed few of the prompt's tokens."""
         prompt = request.prompt
         size = len(prompt)
-        # Not hash(), which differs from process to process for strings (and for None); for numbers it does not.
+        # Not hash(), which differs from process to process for strings and for None; for whole numbers it does not.
         tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
         endpoint = crc32(request.endpoint.encode("utf-8", "surrogatepass"))
         head = hash(tuple(prompt[:32]))
@@ -210,10 +199,10 @@ class History:
             tenant,
             hash((endpoint, request.params.max_tokens or 0)),
             head,  # a template, a system prompt
-            hash(tuple(prompt[32:1056:64])),  # a conversation
+            hash(tuple(prompt[32:1056:128])),  # a long system prompt, a conversation
             hash(tuple(prompt[-8:])),  # "in one word, please"
             hash((tenant, head)),
-            (size**8).bit_length(),  # eighths of an octave: the traces of Azure ask for it
+            (size**8).bit_length(),  # eighths of an octave: on Azure's conversations they tell more than octaves
             hash((tenant, size.bit_length())),
         )
 
@@ -223,7 +212,7 @@ class History:
         if _runs_to_limit(request):
             return limit
         length = round(math.exp(self._estimate(features)))
-        least = request.params.min_tokens or 1
+        least = request.params.min_tokens
         if length < least:
             length = least
         return length if length < limit else limit
@@ -234,28 +223,27 @@ class History:
         if length >= _limit(request, self.max_length):
             if _runs_to_limit(request):
                 return  # its length was never in doubt
-            # It was cut, so it would have been at least so long; if we thought so, nothing contradicts it.
+            # It was cut, so it would have been at least so long; if that was the estimate, nothing speaks against it.
             seen = max(seen, self._estimate(features))
-        average = self._average
-        step = _STEP[average.count]
-        residual = seen - average.value
+        step = _STEP[self._count]
+        residual = seen - self._average
         edge = _OUTLIER * self._spread
         self._spread += (abs(residual) - self._spread) * step
         if not -edge < residual < edge:
             residual = edge if residual > 0.0 else -edge
-        average.value += residual * step
-        if average.count < _MEMORY:
-            average.count += 1
+        self._average += residual * step
+        if self._count < _MEMORY:
+            self._count += 1
         for table, key in zip(self._tables, features, strict=True):
             residual = table.learn(key, residual)
 
     def _estimate(self, features: Features) -> float:
-        estimate = self._average.value
+        estimate = self._average
         for table, key in zip(self._tables, features, strict=True):
             bucket = table.buckets.get(key)
             if bucket is not None:
-                estimate += bucket.value * table.shares[_BAND[bucket.count]]
-        return 0.0 if estimate < 0.0 else min(estimate, self._log_max_length)
+                estimate += bucket[0] * table.shares[_BAND[bucket[1]]]
+        return 0.0 if estimate < 0.0 else min(estimate, self._most)
 
 
 def _limit(request: Request, max_length: int) -> int:
