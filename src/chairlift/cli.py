@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve`, `run`, `chat`, `pull`, `batch`, `bench` and `compare`."""
+"""The command line: `chairlift serve`, `explain`, `run`, `chat`, `pull`, `batch`, `bench` and `compare`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from chairlift.commands import bench
 from chairlift.commands.batch import batch
 from chairlift.commands.chat import chat
 from chairlift.commands.compare import compare
+from chairlift.commands.explain import explain
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
 from chairlift.commands.serve import serve
@@ -28,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(serve)
+app.command()(explain)
 app.command()(run)
 app.command()(chat)
 app.command()(batch)

@@ -1,6 +1,7 @@
 """An engine process whose executor only pretends: real scheduler, real sockets, steps as long as told.
 
-The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_HANG (the step that never ends).
+The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_BLOCKS (of the cache and of host memory),
+FAKE_HANG (the step that never ends).
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import os
 import time
 
+from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
+from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.serving.engine_process import Job, main
 from chairlift.serving.messages import Hello
@@ -20,6 +23,7 @@ STEP = float(os.environ.get("FAKE_STEP", "0.005"))
 SEQUENCES = int(os.environ.get("FAKE_SEQUENCES", "64"))
 HANG = int(os.environ.get("FAKE_HANG", "0"))
 LENGTH, VOCABULARY, BLOCK = 512, 320, 16
+BLOCKS = int(os.environ.get("FAKE_BLOCKS", SEQUENCES * LENGTH // BLOCK))
 
 
 class Clock:
@@ -44,7 +48,8 @@ class Pretender:
 
 def build(job: Job) -> tuple[Engine, Hello, float]:
     limits = Limits(SEQUENCES, max(512, SEQUENCES), LENGTH, VOCABULARY)
-    pool = BlockPool(SEQUENCES * LENGTH // BLOCK, BLOCK)
+    pool, host = BlockPool(BLOCKS, BLOCK), BlockPool(BLOCKS, BLOCK)
+    scheduler = assemble_scheduler(Settings.of(**job.settings).scheduling, limits, pool, host, Cost())
     hello = Hello(
         model=job.model,
         device="none",
@@ -58,7 +63,7 @@ def build(job: Job) -> tuple[Engine, Hello, float]:
         capacity=f"{pool.total * BLOCK:,} tokens",
         eos_ids=[1],
     )
-    return Engine(Scheduler(limits, pool), Pretender(), Clock()), hello, 0.0
+    return Engine(scheduler, Pretender(), Clock()), hello, 0.0
 
 
 if __name__ == "__main__":

@@ -40,12 +40,21 @@ def test_without_keys_everything_is_allowed() -> None:
 
 def test_a_file_gives_tenants_with_their_limits(tmp_path: Path) -> None:
     digest = hashlib.sha256(OTHER.encode()).hexdigest().upper()
-    limits = "admin = true\nmax_concurrent = 8\ntokens_per_minute = 1000\nmax_priority = 0"
+    limits = "admin = true\nmax_concurrent = 8\ntokens_per_minute = 1000\nmax_priority = 0\nweight = 2.5\nttft = '2s'"
     file = write(tmp_path, entry(limits) + f'[[key]]\nsha256 = "{digest}"\ntenant = "bob"\n')
     ring = Keyring.read(file, {})
     assert ring is not None and ring.warnings == ()
-    assert ring.find(f"Bearer {SECRET}") == Tenant("alice", True, 8, 1000, 0)
+    assert ring.find(f"Bearer {SECRET}") == Tenant("alice", True, 8, 1000, 0, 2.5, 2.0)
     assert ring.find(f"Bearer {OTHER}") == Tenant("bob")
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [('"500ms"', 0.5), ('"2s"', 2.0), ('"0.25s"', 0.25), ("0.5", 0.5), ("3", 3.0)]
+)
+def test_a_time_has_a_unit_or_is_in_seconds(tmp_path: Path, written: str, seconds: float) -> None:
+    ring = Keyring.read(write(tmp_path, entry(f"ttft = {written}")), {})
+    assert ring is not None
+    assert ring.find(f"Bearer {SECRET}") == Tenant("alice", ttft=seconds)
 
 
 def test_the_environment_gives_tenants_too(tmp_path: Path) -> None:
@@ -118,6 +127,8 @@ def test_two_keys_may_share_a_tenant_while_one_replaces_the_other(tmp_path: Path
     with pytest.raises(SettingsError, match=r"\[\[key\]\] 1 .* and \[\[key\]\] 2 .* different limits"):
         Keyring.read(write(tmp_path, entry(limit) + entry("max_concurrent = 3", OTHER)), {})
     with pytest.raises(SettingsError, match="different limits"):
+        Keyring.read(write(tmp_path, entry("ttft = 1") + entry('ttft = "2s"', OTHER)), {})
+    with pytest.raises(SettingsError, match="different limits"):
         Keyring.read(write(tmp_path, entry(limit)), {"CHAIRLIFT_API_KEYS": f"alice:{OTHER}"})
 
 
@@ -147,6 +158,22 @@ def test_a_file_that_others_can_read_is_worth_a_warning(tmp_path: Path) -> None:
         (entry("max_concurrent = 1.5"), "max_concurrent that is no whole number"),
         (entry("max_concurrent = true"), "max_concurrent that is no whole number"),
         (entry("admin = 1"), "use true or false"),
+        (entry("weight = 0"), "weight = 0: use 0.001 to 1000, or leave it out"),
+        (entry("weight = -1.5"), "weight = -1.5: use"),
+        (entry("weight = nan"), "weight = nan: use"),
+        (entry("weight = inf"), "weight = inf: use"),
+        (entry("weight = true"), "a weight that is no number: use 0.001 to 1000"),
+        (entry('weight = "2"'), "a weight that is no number"),
+        (entry("wieght = 2"), "unknown field wieght: did you mean weight?"),
+        (entry("ttft = 0"), "ttft = 0 s: it must be above 0"),
+        (entry("ttft = -0.5"), "ttft = -0.5 s: it must be above 0"),
+        (entry("ttft = nan"), "ttft = nan s: it must be above 0"),
+        (entry('ttft = "700000s"'), "ttft = 700000.0 s: it must be above 0 and up to 604800"),
+        (entry("ttft = true"), "a ttft that is no time: use one such as .500ms., .2s. or 0.5"),
+        (entry('ttft = "soon"'), "a ttft that is no time"),
+        (entry('ttft = "2 m"'), "a ttft that is no time"),
+        (entry(f'ttft = "{OTHER}"'), "a ttft that is no time"),
+        (entry("weight = 1") + entry("weight = 2", key=OTHER), "one tenant with different limits"),
         (entry("") + entry("", tenant="bob"), r"1 of .* and \[\[key\]\] 2 of .* have the same key"),
         (entry("", key="sk-1234"), "too short: use a string of 8"),
         (entry("", key="sk-1234 5678"), "no header can carry"),

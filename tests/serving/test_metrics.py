@@ -8,14 +8,17 @@ import re
 import subprocess
 import sys
 import timeit
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.core.errors import SettingsError
+from chairlift.core.settings import SchedulingSettings
 from chairlift.serving.messages import Stats
 from chairlift.serving.metrics import VLLM, Metrics
 
@@ -52,7 +55,8 @@ def serve_some(metrics: Metrics) -> None:
     metrics.submitted(5, 2, None)
     metrics.engine(totals(submitted=2))
     metrics.engine(Stats(1, 1, 75, 100, 2, 0, 0, 0, 0, 0, 0.02, 12))
-    metrics.engine(Stats(1, 0, 75, 100, 2, 0, 1, 0, 0, 3, 0.004, 1))
+    told: dict[str, Any] = {"correlation": 0.5, "service": {"alice": 20.0, "bob": 7.5}}
+    metrics.engine(Stats(1, 0, 75, 100, 2, 0, 1, 0, 0, 3, 0.004, 1, **told))
     metrics.first_token(0.05)
     metrics.between_tokens(0.004)
     metrics.between_tokens(0.02)
@@ -109,6 +113,64 @@ def test_the_engine_shows_its_last_state_and_every_step() -> None:
     assert value(metrics, "iteration_tokens_total_count") == 2, "a report without a step is no step"
     assert value(metrics, "step_seconds_sum") == pytest.approx(0.024)
     assert value(metrics, "prefix_cache_queries_total") == 0, "until there is such a cache"
+
+
+def waiting(metrics: Metrics) -> dict[str, float]:
+    """The queue by reason, where there is one."""
+    found = read(metrics.render()[0])["chairlift:num_requests_waiting_by_reason"]
+    assert len(found) == 5
+    return {reason: number for [(_, reason)], number in found.items() if number}
+
+
+def test_all_that_wait_wait_for_what_holds_up_the_first() -> None:
+    metrics = Metrics("tiny")
+    assert waiting(metrics) == {}
+    for reason, number in (("seats", 3), ("seats", 4), ("blocks", 5), ("tokens", 1), ("gate", 2)):
+        metrics.engine(Stats(1, number, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by=reason))
+        assert waiting(metrics) == {reason: number}
+    metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0))
+    assert waiting(metrics) == {"next_step": 2}, "no step has looked at them yet"
+    metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by="seats"))
+    metrics.engine_state(False)
+    assert waiting(metrics) == {}
+
+
+def test_a_predictor_s_correlation_is_shown_while_it_is_known() -> None:
+    metrics = Metrics("tiny")
+    metrics.engine(IDLE)
+    assert "chairlift:predictor_rank_correlation" not in read(metrics.render()[0])
+    metrics.engine(msgspec.structs.replace(IDLE, correlation=-0.25))
+    assert value(metrics, "predictor_rank_correlation") == -0.25
+    metrics.engine(IDLE)  # another engine, which knows nothing yet
+    assert isnan(value(metrics, "predictor_rank_correlation"))
+
+
+def test_a_tenant_s_service_is_shown_while_it_has_requests() -> None:
+    metrics = Metrics("tiny")
+    metrics.engine(IDLE)
+    assert "chairlift:tenant_service_tokens" not in read(metrics.render()[0])
+    metrics.engine(msgspec.structs.replace(IDLE, service={"alice": 20.0, "bob": 7.5}))
+    metrics.engine(msgspec.structs.replace(IDLE, service={"alice": 21.0}))
+    assert value(metrics, "tenant_service_tokens", tenant="alice") == 21
+    assert value(metrics, "tenant_service_tokens", tenant="bob") == 0
+    metrics.engine_state(False)
+    assert value(metrics, "tenant_service_tokens", tenant="alice") == 0
+
+
+def test_blocks_that_were_swapped_are_counted_each_way() -> None:
+    metrics = Metrics("tiny")
+    for out, back in ((8, 0), (8, 8), (12, 8), (2, 1)):  # the last is another engine
+        metrics.engine(msgspec.structs.replace(IDLE, swapped_out=out, swapped_in=back))
+    assert value(metrics, "kv_blocks_swapped_out_total") == 14
+    assert value(metrics, "kv_blocks_swapped_in_total") == 9
+
+
+def test_how_requests_are_scheduled_is_shown() -> None:
+    usual = {"policy": "fcfs", "batching": "continuous", "prefill": "chunked"}
+    usual |= {"preemption": "recompute", "predictor": "history"}
+    assert value(Metrics("tiny"), "scheduling_info", **usual) == 1
+    chosen = Metrics("tiny", scheduling=SchedulingSettings(policy="fair", preemption="swap"))
+    assert value(chosen, "scheduling_info", **{**usual, "policy": "fair", "preemption": "swap"}) == 1
 
 
 def test_an_engine_that_starts_again_never_turns_a_counter_back() -> None:
@@ -249,6 +311,9 @@ def test_one_process_answers_for_all(tmp_path: Path) -> None:
     assert page["chairlift:requests_submitted_total"][one] == 2
     assert page["chairlift:engine_restarts_total"][one] == 1, "though both saw it"
     assert page["chairlift:engine_up"] == {one: 1}, "one engine, not one for each process"
+    assert len(page["chairlift:num_requests_waiting_by_reason"]) == 5
+    assert page["chairlift:tenant_service_tokens"] == {frozenset({("tenant", name)}): 0 for name in ("alice", "bob")}
+    assert list(page["chairlift:scheduling_info"].values()) == [1]
     assert page["vllm:generation_tokens_total"][frozenset({("engine", "0")})] == 4
 
 
@@ -258,6 +323,7 @@ def test_a_process_that_replaces_another_does_not_count_again(tmp_path: Path) ->
     page = read(run_worker("scraped", tmp_path))
     assert page["chairlift:requests_submitted_total"][frozenset()] == 5
     assert page["chairlift:num_requests_waiting"] == {frozenset(): 3}
+    assert page["chairlift:num_requests_waiting_by_reason"][frozenset({("reason", "next_step")})] == 3
 
 
 # ---- what it costs, and what is written about it

@@ -61,13 +61,13 @@ class Scheduler:
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Sequence] = []  # in rank order
         self.counters = Counters()
-        self.blocked_by = ""  # what kept the first in line out of the last plan: see `why_waiting`
+        self.blocked_by = ""  # what kept the first in line out of the last plan: see explain.py
         self.is_input_over = False  # nobody else will come: a batch need not wait to be full
         self._cost = cost  # what it learns of step times, if anybody needs to know
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
         self._seats = limits.max_sequences
-        self._admission = Admission(pool)
+        self.admission = Admission(pool)
         self._is_trusted = True
 
     # ---- requests in and out
@@ -131,9 +131,11 @@ class Scheduler:
                 self._extend(step)
         else:
             self._extend(step)  # decodes and unfinished prompts first: nobody stalls for a newcomer
-            if len(step.preempted) == made_way:  # under memory pressure, admitting would only thrash
+            if len(step.preempted) == made_way:
                 self._admit(step, now)
-        self._admission.watermark.learn(len(step.preempted) > made_way)
+            else:
+                self.blocked_by = "blocks"  # under memory pressure, admitting would only thrash
+        self.admission.watermark.learn(len(step.preempted) > made_way)
         if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
             self._drop_saved(step)
         return step
@@ -275,8 +277,8 @@ class Scheduler:
             may_yield = [each for each in self.running if self._may_yield(step, each)]
             victims: list[Sequence] = []
             # Those who go on must find their next block, or one of them would have to yield in this very plan.
-            growth = sum(map(self._admission.growth, self.running))
-            seats, blocks = self._seats, self.pool.free - self._admission.needs(newcomer) - growth
+            growth = sum(map(self.admission.growth, self.running))
+            seats, blocks = self._seats, self.pool.free - self.admission.needs(newcomer) - growth
             while seats < newcomer.seats or blocks < 0:
                 victim = self.policy.yields_to(newcomer, may_yield)
                 if victim is None:
@@ -284,12 +286,12 @@ class Scheduler:
                 may_yield.remove(victim)
                 victims.append(victim)
                 seats += victim.seats
-                blocks += len(victim.table.blocks) + self._admission.growth(victim)
+                blocks += len(victim.table.blocks) + self.admission.growth(victim)
             if not victims and self.policy.yields_to(newcomer, may_yield) is None:
                 return  # there is room but for the watermark, and nobody whom the newcomer may put at risk
             for victim in victims:
                 self._preempt(step, victim)
-            if self._admission.needs(newcomer) + sum(map(self._admission.growth, self.running)) > self.pool.free:
+            if self.admission.needs(newcomer) + sum(map(self.admission.growth, self.running)) > self.pool.free:
                 return  # they shared blocks with others, who keep them
             self._seat(step, newcomer, now)
 
@@ -297,12 +299,12 @@ class Scheduler:
         """What keeps a waiting sequence from a seat."""
         if sequence.seats > self._seats:
             return "seats"
-        return "" if self._admission.has_room(sequence, not self.running) else "blocks"
+        return "" if self.admission.has_room(sequence, not self.running) else "blocks"
 
     def _seat(self, step: StepPlan, sequence: Sequence, now: float) -> None:
         self.waiting.take(sequence)
         # All blocks of what is known at once: a prompt under way never has to wait for memory.
-        self.pool.grow(sequence.table, self._admission.claim(sequence))
+        self.pool.grow(sequence.table, self.admission.claim(sequence))
         step.restored += self.preemption.come_back(sequence)
         self._seats -= sequence.seats
         self._place(step, sequence, now)
@@ -379,7 +381,7 @@ class Scheduler:
 
     def _may_yield(self, step: StepPlan, sequence: Sequence) -> bool:
         """Not those that have their memory for good, nor one that this very plan brings back: it is not there yet."""
-        return not self._admission.is_settled(sequence) and not (step.placed and sequence in step.placed)
+        return not self.admission.is_settled(sequence) and not (step.placed and sequence in step.placed)
 
     def _preempt(self, step: StepPlan, victim: Sequence) -> None:
         self.running.remove(victim)

@@ -5,6 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "stories15m": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 288,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "head_dim": 48,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,  # as trained 256; for what random weights are used for it does not matter
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": 2,
+    },
     "smollm2-135m": {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 49152,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from chairlift.core.errors import RequestError
 from chairlift.openai.params import Body, get
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # of a request: it goes into headers and logs
-_LONGEST = 7 * 24 * 3600.0  # seconds
+LONGEST = 7 * 24 * 3600.0  # seconds
 _PRIORITIES = 1 << 31
 
 
@@ -21,7 +20,8 @@ class Options:
     stream: bool = False
     include_usage: bool = False
     timeout: float | None = None
-    priority: int = 0
+    priority: int = 0  # higher goes first
+    ttft: float | None = None  # seconds within which the first token is due
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool = False
@@ -39,9 +39,6 @@ def read_options(body: Body) -> Options:
     stream_options = get(body, "stream_options", "an object")
     if stream_options is not None and not stream:
         raise RequestError("stream_options needs stream to be true: set it, or leave stream_options out")
-    timeout = get(body, "timeout", "a number")
-    if timeout is not None and not 0 < timeout <= _LONGEST:
-        raise RequestError(f"timeout is {timeout}: use seconds above 0 and up to {_LONGEST:.0f}")
     priority = get(body, "priority", "a whole number") or 0
     if abs(priority) > _PRIORITIES:
         raise RequestError(f"priority is {priority}: use -{_PRIORITIES} to {_PRIORITIES}")
@@ -54,11 +51,19 @@ def read_options(body: Body) -> Options:
     return Options(
         stream=stream,
         include_usage=bool(get(stream_options or {}, "include_usage", "true or false")),
-        timeout=None if timeout is None or math.isinf(timeout) else float(timeout),
+        timeout=_seconds(body, "timeout"),
         priority=priority,
+        ttft=_seconds(body, "ttft"),
         cache_salt=salt,
         request_id=name,
         return_token_ids=bool(get(body, "return_token_ids", "true or false")),
         echo=bool(get(body, "echo", "true or false")),
         no_output=bool(body.get("echo")) and body.get("max_tokens") == 0,
     )
+
+
+def _seconds(body: Body, name: str) -> float | None:
+    value = get(body, name, "a number")
+    if value is not None and not 0 < value <= LONGEST:
+        raise RequestError(f"{name} is {value}: use seconds above 0 and up to {LONGEST:.0f}")
+    return None if value is None else float(value)

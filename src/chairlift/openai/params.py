@@ -63,7 +63,7 @@ _CHAT = frozenset(
 )
 _COMPLETION = frozenset({"prompt", "echo"})
 # What a server reads beside the sampling (openai/options.py).
-_SERVED = frozenset({"timeout", "priority", "cache_salt", "request_id", "return_token_ids"})
+_SERVED = frozenset({"timeout", "priority", "ttft", "cache_salt", "request_id", "return_token_ids"})
 # They change nothing in the answer, or only how it is sent, which is its sender's affair.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options"}

@@ -13,7 +13,6 @@ from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
-from chairlift.openai.options import Options
 from chairlift.openai.params import (
     Body,
     get,
@@ -54,14 +53,14 @@ class Reader:
     tokenizer: Tokenizer | None
     no_tokenizer: str  # why there is none
 
-    async def chat(self, body: Body, options: Options, hello: Hello) -> list[Asked]:
+    async def chat(self, body: Body, hello: Hello) -> list[Asked]:
         """A chat completion: one prompt."""
         check_sizes(body)
         params = read_chat_params(body)
         prompt = await self.chat_prompt(body)
-        return [self._ask(None, prompt, params, options, hello)]
+        return [self._ask(None, prompt, params, hello)]
 
-    async def completion(self, body: Body, options: Options, hello: Hello) -> list[Asked]:
+    async def completion(self, body: Body, hello: Hello) -> list[Asked]:
         """A plain completion: one prompt or several."""
         prompts = read_prompts(body)
         if len(prompts) > MOST["prompt"]:
@@ -71,7 +70,7 @@ class Reader:
         asked = []
         for prompt in prompts:
             text, ids = (prompt, await self.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
-            asked.append(self._ask(text, ids, params, options, hello))
+            asked.append(self._ask(text, ids, params, hello))
         return asked
 
     async def chat_prompt(self, body: Body) -> list[int]:
@@ -101,9 +100,7 @@ class Reader:
         """The text of token ids."""
         return self._require_tokenizer().decode(ids, skip_special_tokens=False)
 
-    def _ask(
-        self, text: str | None, prompt: list[int], params: SamplingParams, options: Options, hello: Hello
-    ) -> Asked:
+    def _ask(self, text: str | None, prompt: list[int], params: SamplingParams, hello: Hello) -> Asked:
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(f"stop and bad_words cannot be read: {self.no_tokenizer}; use stop_token_ids")
         bad_words = spell_bad_words(params.bad_words, self.tokenizer)
@@ -121,7 +118,6 @@ class Reader:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_ids=sorted(stops),
             bad_words=[list(word) for word in bad_words],
-            priority=options.priority,
         )
 
     def _require_tokenizer(self) -> Tokenizer:

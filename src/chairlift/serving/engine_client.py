@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
-from chairlift.serving.messages import Batch, Broken, Hello, News, Stats
+from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, Stats
 
 log = logging.getLogger("chairlift")
 
@@ -51,6 +51,7 @@ class EngineClient:
         self._beat = beat
         self._watcher = watcher
         self._listeners: dict[int, Listener] = {}
+        self._questions: dict[int, asyncio.Future[Explained | None]] = {}
         self._next = secrets.randbits(40)  # news for an earlier process on this socket must not find a listener here
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,6 +126,25 @@ class EngineClient:
         """A request has ended by itself."""
         self._listeners.pop(key, None)
 
+    @property
+    def questions(self) -> int:
+        """How many wait for an answer to `explain`."""
+        return len(self._questions)
+
+    async def explain(self, name: str, tenant: str | None) -> Explained | None:
+        """Where a request is, if it is that tenant's; None when the engine does not say in time."""
+        question = self.new_key()
+        answer: asyncio.Future[Explained | None] = asyncio.get_running_loop().create_future()
+        self._questions[question] = answer
+        self._send(messages.Explain(question, name, tenant))
+        try:
+            async with asyncio.timeout(self._beat.patience):
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            self._questions.pop(question, None)
+
     def _send(self, order: messages.Order) -> None:
         if self.hello is None:
             return  # whoever listens is told that the engine is gone
@@ -155,6 +175,8 @@ class EngineClient:
                             except Exception:  # one answer's bug must not silence the others
                                 log.exception("news of a request could not be read")
                                 listener.lose("the answer could not be read")
+                case Explained(question):
+                    self._answer(question, report)
                 case Hello():
                     self.hello, self.broken = report, None
                     self._tell(True)
@@ -173,6 +195,13 @@ class EngineClient:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.lose(message)
+        for question in self._questions:
+            self._answer(question, None)
+
+    def _answer(self, question: int, answer: Explained | None) -> None:
+        waits = self._questions.get(question)
+        if waits is not None and not waits.done():
+            waits.set_result(answer)
 
     def _tell(self, up: bool) -> None:
         self._changed.set()

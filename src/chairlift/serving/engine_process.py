@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -22,8 +22,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.core.explain import explain
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, TokenLogprobs
+from chairlift.core.plan import Event, StepPlan, TokenLogprobs
+from chairlift.core.policies import Fair
 from chairlift.core.request import Request
 from chairlift.engine.engine import Engine
 from chairlift.serving import messages
@@ -105,6 +107,9 @@ class EngineLoop:
         self._patience = max(PATIENCE, 1.5 * slowest_step)
         self._parent = job.parent
         self._stats: Stats | None = None
+        self._questions: deque[tuple[Link, messages.Explain]] = deque()  # each HTTP process bounds its own
+        self._swapped_out = self._swapped_in = 0  # blocks
+        engine.on_step = self._count_swaps
         context: zmq.Context[Any] = zmq.Context()
         self._links = [Link(context, address) for address in job.sockets]
         self._poller = zmq.Poller()
@@ -122,6 +127,7 @@ class EngineLoop:
                 self._report([])
                 self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause)))
             self._take_orders()
+            self._answer_questions()
             if self._engine.has_work:
                 before = clock.now()
                 events = self._engine.step()
@@ -152,14 +158,32 @@ class EngineLoop:
                             self._engine.stop_answer(link.keys[key], index)
                             if not self._engine.scheduler.is_live(link.keys[key]):
                                 del link.keys[key]
+                    case messages.Explain():
+                        self._questions.append((link, order))
 
     def _submit(self, number: int, link: Link, order: Submit) -> None:
-        name = f"{number}.{order.key}"
+        name = f"{number}.{order.key}.{order.id}"
         try:
             self._engine.submit(as_request(name, order))
             link.keys[order.key] = name
         except RequestError as error:
             link.send(Batch([News(order.key, 0, finish_reason="error", error=str(error))]))
+
+    def _answer_questions(self) -> None:
+        """One between two steps, so that nobody is slowed down by another's questions; all where no step is due."""
+        while self._questions:
+            self._explain(*self._questions.popleft())
+            if self._engine.has_work and not self._engine.pause:
+                return
+
+    def _explain(self, link: Link, order: messages.Explain) -> None:
+        def is_asked(request: Request) -> bool:
+            if not request.id.endswith(order.id):  # which is quick, and true of few
+                return False
+            return request.id.split(".", 2)[2] == order.id and order.tenant in (None, request.tenant)
+
+        found, unfinished = explain(self._engine.scheduler, is_asked, self._engine.clock.now())
+        link.send(messages.Explained(order.question, found, unfinished))
 
     def _leave(self, link: Link) -> None:
         for name in link.keys.values():
@@ -171,7 +195,7 @@ class EngineLoop:
     def _report(self, events: list[Event], took: float = 0.0) -> None:
         news: dict[int, list[News]] = defaultdict(list)
         for event in events:
-            number, key = map(int, event.sequence.request.id.split("."))
+            number, key = address_of(event.sequence.request)
             if key in self._links[number].keys:  # else it was aborted, and nobody waits for its last event
                 news[number].append(as_news(key, event))
         stats = self._measure(took)
@@ -183,7 +207,7 @@ class EngineLoop:
         self._stats = stats
         for event in events:
             if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
-                number, key = map(int, event.sequence.request.id.split("."))
+                number, key = address_of(event.sequence.request)
                 self._links[number].keys.pop(key, None)
 
     def _measure(self, took: float) -> Stats:
@@ -202,7 +226,23 @@ class EngineLoop:
             preemptions=count.preemptions,
             step_seconds=took,
             step_tokens=self._engine.last_tokens if took else 0,
+            blocked_by=scheduler.blocked_by,
+            swapped_out=self._swapped_out,
+            swapped_in=self._swapped_in,
+            correlation=scheduler.predictor.correlation,
+            # As many as there are tenants with requests here: a copy, since the last one is compared with the next.
+            service=scheduler.policy.service.copy() if isinstance(scheduler.policy, Fair) else {},
         )
+
+    def _count_swaps(self, plan: StepPlan, begun: float, seconds: float) -> None:
+        self._swapped_out += len(plan.saved)
+        self._swapped_in += len(plan.restored)
+
+
+def address_of(request: Request) -> tuple[int, int]:
+    """From the name that it has here: which HTTP process it came from, and that one's number for it."""
+    number, key, _ = request.id.split(".", 2)
+    return int(number), int(key)
 
 
 def as_request(name: str, order: Submit) -> Request:
@@ -231,6 +271,11 @@ def as_request(name: str, order: Submit) -> Request:
         arrival=order.arrival,
         seed=order.seed,
         bad_words=tuple(map(tuple, order.bad_words)),
+        tenant=order.tenant,
+        weight=order.weight,
+        priority=order.priority,
+        deadline=order.deadline,
+        endpoint=order.endpoint,
     )
 
 

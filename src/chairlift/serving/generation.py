@@ -33,7 +33,18 @@ class Asked:
     seed: int
     stop_ids: list[int]
     bad_words: list[list[int]]
-    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all prompts of a call have in common: its name, and what policies go by."""
+
+    id: str
+    endpoint: str
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    ttft: float | None = None  # seconds from its arrival to its first token, as it was promised
 
 
 class Generation:
@@ -60,9 +71,10 @@ class Generation:
 
     def submit(self) -> None:
         """Send it to the engine."""
-        asked, params = self.asked, self.asked.params
+        asked, params, terms = self.asked, self.asked.params, self._group.terms
         order = Submit(
             key=self._key,
+            id=terms.id,
             prompt=asked.prompt,
             arrival=self._group.arrival,
             seed=asked.seed,
@@ -82,7 +94,11 @@ class Generation:
             bad_words=asked.bad_words,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
-            priority=asked.priority,
+            tenant=terms.tenant,
+            weight=terms.weight,
+            priority=terms.priority,
+            deadline=None if terms.ttft is None else self._group.arrival + terms.ttft,
+            endpoint=terms.endpoint,
         )
         self._group.metrics.submitted(len(asked.prompt), params.n, params.max_tokens)
         self._group.client.submit(order, self)
@@ -175,6 +191,7 @@ class Answering:
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None
+    terms: Terms
     timeout: float | None
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.core.errors import SettingsError
+from chairlift.openai.options import LONGEST
 
 VARIABLE = "CHAIRLIFT_API_KEYS"
 SHORTEST_KEY = 8
 _LOWEST = {"max_concurrent": 1, "tokens_per_minute": 1, "max_priority": 0}
-_KNOWN = ("key", "sha256", "tenant", "admin", *_LOWEST)
+_WEIGHTS = 0.001, 1000.0
+_KNOWN = ("key", "sha256", "tenant", "admin", *_LOWEST, "weight", "ttft")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[!-~]+")  # what a header can carry in one word
+_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FIELD = re.compile(r"[A-Za-z_]{1,32}")
 _POSITION = re.compile(r"\(at [a-z0-9, ]+\)$")
@@ -29,17 +32,20 @@ _POSITION = re.compile(r"\(at [a-z0-9, ]+\)$")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose requests these are, and their limits; None is no limit."""
+    """Whose requests these are, their limits (None is no limit) and what they are due."""
 
     name: str
     is_admin: bool = False
     max_concurrent: int | None = None
     tokens_per_minute: int | None = None
     max_priority: int | None = None
+    weight: float = 1.0  # its share under the fair policy, against that of others
+    ttft: float | None = None  # seconds within which a first token is due, under the deadline policy
 
     @property
-    def limits(self) -> tuple[int | None, int | None, int | None]:
-        return self.max_concurrent, self.tokens_per_minute, self.max_priority
+    def limits(self) -> tuple[float | None, ...]:
+        """All that two keys of one tenant must agree on."""
+        return self.max_concurrent, self.tokens_per_minute, self.max_priority, self.weight, self.ttft
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,11 @@ def _file_entry(place: str, table: dict[str, Any]) -> _Entry:
     is_admin = table.get("admin", False)
     if not isinstance(is_admin, bool):
         raise SettingsError(f"{place} has an admin that is no boolean: use true or false")
-    limits = {name: _limit(place, name, table[name]) for name in _LOWEST if name in table}
+    limits: dict[str, Any] = {name: _limit(place, name, table[name]) for name in _LOWEST if name in table}
+    if "weight" in table:
+        limits["weight"] = _weight(place, table["weight"])
+    if "ttft" in table:
+        limits["ttft"] = _seconds(place, table["ttft"])
     digest = _digest(place, table["key"]) if "key" in table else _hex_digest(place, table["sha256"])
     return _Entry(place, digest, Tenant(_name(place, table["tenant"]), is_admin, **limits))
 
@@ -181,6 +191,27 @@ def _limit(place: str, name: str, value: Any) -> int:
     if value < lowest:
         raise SettingsError(f"{place} has {name} = {value}: use {lowest} or more, or leave it out")
     return value
+
+
+def _weight(place: str, value: Any) -> float:
+    lowest, highest = _WEIGHTS
+    allowed = f"use {lowest:g} to {highest:g}, or leave it out"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise SettingsError(f"{place} has a weight that is no number: {allowed}")
+    if not lowest <= value <= highest:
+        raise SettingsError(f"{place} has weight = {value}: {allowed}")
+    return float(value)
+
+
+def _seconds(place: str, value: Any) -> float:
+    allowed = 'use one such as "500ms", "2s" or 0.5 (seconds), or leave it out'
+    if isinstance(value, str) and (found := _TIME.fullmatch(value)):
+        value = float(found[1]) / (1000 if found[2] == "ms" else 1)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise SettingsError(f"{place} has a ttft that is no time: {allowed}")
+    if not 0 < value <= LONGEST:
+        raise SettingsError(f"{place} has ttft = {value} s: it must be above 0 and up to {LONGEST:.0f}; {allowed}")
+    return float(value)
 
 
 def _check_together(entries: list[_Entry]) -> None:

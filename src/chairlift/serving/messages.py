@@ -1,4 +1,4 @@
-"""What crosses between an HTTP process and the engine's: numbers, typed and bounded; text never does.
+"""What crosses between an HTTP process and the engine's: numbers and names, typed and bounded; no prompt, no answer.
 
 Each is a msgspec struct, written as a MessagePack array behind a tag. A message that does not fit its type is a bug or
 an attack, and is dropped with a word in the log: it never reaches the scheduler.
@@ -11,17 +11,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from chairlift.core.explain import MOST, Standing
+
 MAX_MESSAGE = 64 << 20  # bytes
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Alternatives = Annotated[int, Meta(ge=0, le=64)]
+Name = Annotated[str, Meta(max_length=128)]  # of a request, as its client knows it
+TenantName = Annotated[str, Meta(max_length=64)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """A request: a prompt in token ids, and SamplingParams without its words."""
 
     key: Key  # the sender's own number for it
+    id: Name
     prompt: Annotated[list[Token], Meta(max_length=1 << 22)]
     arrival: float
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -41,7 +47,12 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     bad_words: Annotated[list[list[Token]], Meta(max_length=1 << 12)]
     logprobs: Alternatives | None
     prompt_logprobs: Alternatives | None
-    priority: int
+    # what policies go by
+    tenant: TenantName
+    weight: Annotated[float, Meta(gt=0)]
+    priority: Priority
+    deadline: float | None  # of the first token, on the clock of `arrival`
+    endpoint: Annotated[str, Meta(max_length=16)]
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -57,7 +68,15 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
     index: Index
 
 
-Order = Submit | Abort | Stop
+class Explain(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Where is a request, and why does it wait? Whichever HTTP process it came through."""
+
+    question: Key  # the sender's own number for it
+    id: Name
+    tenant: TenantName | None  # whose it must be; None: anybody's
+
+
+Order = Submit | Abort | Stop | Explain
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +123,11 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int
     step_seconds: float = 0.0  # of the step just done; 0 when there was none
     step_tokens: int = 0
+    blocked_by: str = ""  # what keeps the first in line waiting
+    swapped_out: int = 0  # blocks that went to host memory
+    swapped_in: int = 0
+    correlation: float | None = None  # of predicted and true lengths
+    service: dict[str, float] = {}  # of each tenant that has requests here, where the policy counts it
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -135,7 +159,15 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, tag=12):
     message: str
 
 
-Report = Hello | Batch | Broken
+class Explained(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """The answer to Explain; with no answers under way, there is no such request."""
+
+    question: Key
+    answers: Annotated[list[Standing], Meta(max_length=MOST)]
+    unfinished: int  # how many there are in all
+
+
+Report = Hello | Batch | Broken | Explained
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

@@ -7,7 +7,8 @@ names are a view, made when somebody scrapes: they cost nothing while tokens flo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import nan
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.metrics_core import Metric
@@ -15,10 +16,14 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from chairlift.core.errors import SettingsError
+from chairlift.core.settings import SchedulingSettings
 from chairlift.serving.messages import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every Prometheus reads
 REASONS = ("stop", "length", "abort", "error")
+WAITS = ("seats", "blocks", "tokens", "gate")  # what the scheduler says of the first in line
+NOT_PLANNED = "next_step"  # and where it says nothing: they came after the last step was planned
+CHOICES = ("policy", "batching", "prefill", "preemption", "predictor")
 REFUSALS = ("queue_full", "tenant_limit", "draining", "engine_down", "invalid", "timeout")
 
 # vLLM's edges. Ours are these and finer ones below, where a small model on a fast machine lives.
@@ -102,7 +107,14 @@ class Metrics:
     True
     """
 
-    def __init__(self, model: str, *, compat: str | None = None, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        compat: str | None = None,
+        scheduling: SchedulingSettings | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         if compat is not None and compat not in COMPAT:
             raise SettingsError(f"metrics compat is {compat!r}: choose one of {', '.join(COMPAT)}, or none")
         self._model = model
@@ -114,7 +126,7 @@ class Metrics:
             values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
         self._up = self._has_been_up = self._hears_engine = False
         # With several processes, one that replaces another must not count again what that one has counted already.
-        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 6
+        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 8
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that were computed.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -150,7 +162,20 @@ class Metrics:
             self._counter("requests_rejected", "Requests that the engine would not take."),
             self._counter("requests_failed", "Requests that ended in an error of the engine."),
             self._counter("num_preemptions", "Times a sequence gave up its memory to another."),
+            self._counter("kv_blocks_swapped_out", "KV blocks of such sequences that were moved to host memory."),
+            self._counter("kv_blocks_swapped_in", "KV blocks that were brought back from there."),
         )
+        waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by what holds it up.", "reason")
+        self._waits = {reason: waits.labels(model, reason or NOT_PLANNED) for reason in ("", *WAITS)}
+        self._wait = self._waits[""]
+        # The last two are there once there is something to say.
+        self._correlations = self._gauges("predictor_rank_correlation", "Of predicted and true lengths of answers.")
+        self._services = self._gauges("tenant_service_tokens", "What the fair policy has given a tenant.", "tenant")
+        self._correlation: float | None = None
+        self._service: Mapping[str, float] = {}
+        chosen = scheduling or SchedulingSettings()
+        info = self._gauges("scheduling_info", "How requests are scheduled; always 1.", *CHOICES)
+        info.labels(model, *(getattr(chosen, name) for name in CHOICES)).set(1)
         self._counter("prefix_cache_queries", "Tokens looked up in a prefix cache; there is none yet.")
         self._counter("prefix_cache_hits", "Tokens found in a prefix cache; there is none yet.")
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens in a step.", _STEP_TOKENS)
@@ -222,16 +247,40 @@ class Metrics:
     def engine(self, stats: Stats) -> None:
         """The engine has made a step, or its counts have changed."""
         s = stats
-        self._hears_engine = True
+        if not self._hears_engine:
+            self._hears_engine = True
+            for gauge in self._waits.values():  # with several processes, one that was never set is not shown
+                gauge.set(0)
         self._running.set(s.running)
         self._waiting.set(s.waiting)
         self._kv.set(1 - s.free_blocks / s.total_blocks if s.total_blocks else 0.0)
         if s.step_seconds:
             self._step.observe(s.step_seconds)
             self._step_tokens.observe(s.step_tokens)
-        totals = (s.submitted, s.finished, s.aborted, s.rejected, s.failed, s.preemptions)
+        self._hold_up(s.waiting, s.blocked_by)
+        if s.correlation != self._correlation:
+            self._correlation = s.correlation
+            self._correlations.labels(self._model).set(nan if s.correlation is None else s.correlation)
+        if s.service or self._service:
+            self._serve(s.service)
+        counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)
+        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in)
         if totals != self._totals:
             self._count_up(totals)
+
+    def _hold_up(self, waiting: int, reason: str) -> None:
+        """What holds up the first in line holds up all."""
+        before, self._wait = self._wait, self._waits.get(reason, self._waits[""])
+        if before is not self._wait:
+            before.set(0)
+        self._wait.set(waiting)
+
+    def _serve(self, service: Mapping[str, float]) -> None:
+        """Set what has changed; a tenant without requests has no account. There are no more than have keys."""
+        for tenant in {**self._service, **service}:
+            if (tokens := service.get(tenant, 0.0)) != self._service.get(tenant):
+                self._services.labels(self._model, tenant).set(tokens)
+        self._service = service
 
     def engine_state(self, up: bool) -> None:
         """The engine has come up or gone down."""
@@ -239,6 +288,8 @@ class Metrics:
         if not up:
             for gauge in (self._running, self._waiting, self._kv):
                 gauge.set(0)
+            self._hold_up(0, "")
+            self._serve({})
         # Of several processes that all see it come back, the one that hears its statistics counts.
         if up and not self._up and self._has_been_up and (self._hears_engine or not self._is_shared):
             self._restarts.inc()
@@ -248,7 +299,7 @@ class Metrics:
     def _count_up(self, totals: tuple[int, ...]) -> None:
         before = totals if self._totals is None else self._totals
         if any(new < old for new, old in zip(totals, before, strict=True)):
-            before = (0,) * 6  # another engine, which has counted from 0
+            before = (0,) * len(totals)  # another engine, which has counted from 0
         for counter, new, old in zip(self._engine_counters, totals, before, strict=True):
             if new > old:
                 counter.inc(new - old)
@@ -281,12 +332,18 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return self._family(name, text).labels(self._model)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
+    def _gauges(self, name: str, text: str, *labels: str) -> Gauge:
         # Only the process that hears the engine sets them: the latest value of any process is the value.
-        gauge = Gauge(
-            f"chairlift:{name}", text, ("model_name",), registry=self._registry, multiprocess_mode="mostrecent"
+        return Gauge(
+            f"chairlift:{name}",
+            text,
+            ("model_name", *labels),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
         )
-        return gauge.labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._gauges(name, text).labels(self._model)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
         histogram = Histogram(f"chairlift:{name}", text, ("model_name",), buckets=edges, registry=self._registry)

@@ -57,6 +57,7 @@ _SAMPLING: dict[str, Schema] = {
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _SWITCH}},
     "timeout": _number(0, 604800, exclusiveMinimum=0),
     "priority": _whole(-(2**31), 2**31),
+    "ttft": _number(0, 604800, exclusiveMinimum=0),
     "cache_salt": {"type": ["string", "null"], "minLength": 1, "maxLength": 256},
     "request_id": {"type": ["string", "null"], "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
     "return_token_ids": _SWITCH,
@@ -155,7 +156,7 @@ _REFUSALS = {
     "400": "the request is not valid",
     "401": "no valid API key",
     "403": "the key may not do that",
-    "404": "no such model",
+    "404": "no such model, or no such request",
     "408": "the request's time was over",
     "413": "the body is too large",
     "429": "too many requests: Retry-After says when to come back",
@@ -196,6 +197,8 @@ def describe(model: str) -> Schema:
     named: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "example": model}}
     one_model = _get("The model by its name", "401", "404")
     one_model["get"]["parameters"] = [named]
+    one_request = _get("Where a request is, and why it waits", "401", "404", "429", "503")
+    one_request["get"]["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Chairlift", "version": __version__, "description": f"OpenAI-compatible API for {model}."},
@@ -204,6 +207,7 @@ def describe(model: str) -> Schema:
             "/v1/completions": _post("A text's continuation", _COMPLETION, *more, streams=True),
             "/v1/models": _get("The models that are served", "401"),
             "/v1/models/{name}": one_model,
+            "/v1/requests/{id}": one_request,
             "/v1/embeddings": {"post": {"summary": "Refused", "responses": _reply({}, "401", "404")}},
             "/tokenize": _post("Text or a conversation to token ids", _TOKENIZE),
             "/detokenize": _post("Token ids to text", _DETOKENIZE),

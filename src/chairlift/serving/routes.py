@@ -11,8 +11,10 @@ from starlette.responses import Response
 
 from chairlift import __version__
 from chairlift.core.errors import RequestError
+from chairlift.openai.options import NAME
 from chairlift.openai.params import get
-from chairlift.serving.failures import Failure
+from chairlift.serving.failures import Failure, invalid, unavailable
+from chairlift.serving.messages import Explained
 from chairlift.serving.openapi import describe
 from chairlift.serving.service import Call, check_model, json_response
 
@@ -26,6 +28,7 @@ class Access(Enum):
 
 
 Endpoint = Callable[[Call], Awaitable[Response]]
+_QUESTIONS = 8  # about requests, of one HTTP process at once: the engine answers one between two steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,32 @@ def _model(call: Call) -> dict[str, Any]:
         "owned_by": "chairlift",
         "max_model_len": None if hello is None else hello.max_length,
     }
+
+
+async def request(call: Call) -> Response:
+    """Where a request is, and why it waits: a tenant may ask about its own, an administrator about all."""
+    name = call.http.path_params["id"]
+    tenant = None if call.tenant is None or call.tenant.is_admin else call.tenant.name
+    # The id of a reply, which is all that some clients show, is the request's behind what kind of reply it is.
+    for wanted in dict.fromkeys((name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-"))):
+        found = await _explain(call, wanted, tenant) if NAME.fullmatch(wanted) else None
+        if found is not None and found.answers:
+            return json_response(
+                {"id": wanted, "object": "request", "unfinished": found.unfinished, "answers": found.answers}
+            )
+    # What another tenant's is called is nobody's business: there is one answer for those and for what is not there.
+    told = f"no request {name[:128]!r} of yours waits or runs here: it has ended, or never came"
+    raise invalid(told, status=404, code="unknown_request")
+
+
+async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
+    client = call.service.client
+    if client.questions >= _QUESTIONS:
+        told = f"{client.questions} questions about requests wait for the engine: ask again in a moment"
+        raise Failure(told, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
+    if client.trouble is None and (found := await client.explain(name, tenant)) is not None:
+        return found
+    raise unavailable(client.trouble or "the engine did not say in time: it is in a long step", 2.0)
 
 
 async def embeddings(call: Call) -> Response:
@@ -150,6 +179,7 @@ ROUTES = (
     Route("POST", "/v1/completions", Access.USER, completions),
     Route("GET", "/v1/models", Access.USER, models),
     Route("GET", "/v1/models/{name:path}", Access.USER, model),
+    Route("GET", "/v1/requests/{id}", Access.USER, request),
     Route("POST", "/v1/embeddings", Access.USER, embeddings),
     Route("POST", "/tokenize", Access.USER, tokenize),
     Route("POST", "/detokenize", Access.USER, detokenize),

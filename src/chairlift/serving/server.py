@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 import uvicorn
 
 from chairlift.core.errors import ChairliftError, SettingsError
+from chairlift.core.settings import SchedulingSettings, Settings
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.sources import resolve
 from chairlift.serving import logs
@@ -70,6 +72,11 @@ class Plan(msgspec.Struct, frozen=True):
     engine_command: list[str] | None = None
     folder: str = ""  # where the sockets are; made at start
 
+    @property
+    def scheduling(self) -> SchedulingSettings:
+        """How requests share the steps."""
+        return Settings.of(**self.settings).scheduling
+
     def socket_of(self, worker: int) -> str:
         """Where one HTTP process waits for the engine."""
         return f"ipc://{self.folder}/http-{worker}"
@@ -82,6 +89,8 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
         say(f"warning: {warning}")
     if keyring is None and plan.host not in ("127.0.0.1", "::1", "localhost"):
         say(f"warning: {plan.host} can be reached by others and no API keys are set: anyone may use this server")
+    if keyring is None and plan.scheduling.policy == "fair":
+        say("warning: the fair policy shares among the tenants of API keys, and there are none: it is as good as fcfs")
     listener = listen(plan.host, plan.port)
     plan = msgspec.structs.replace(plan, port=listener.getsockname()[1])
     with runtime_folder() as folder:
@@ -127,15 +136,33 @@ def banner(plan: Plan, hello: Hello | None) -> str:
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     address = f"{scheme}://{'127.0.0.1' if plan.host == '0.0.0.0' else host}:{plan.port}"
     key = ' -H "Authorization: Bearer $KEY"' if plan.keys or os.environ.get("CHAIRLIFT_API_KEYS") else ""
+    chosen = choices(plan.scheduling)
+    scheduling = f"  scheduling {chosen}\n" if chosen else ""
     return (
         f"\n  model      {plan.name} ({hello.dtype} on {hello.device})\n"
         f"  KV cache   {hello.capacity}\n"
         f"  batch      up to {hello.max_sequences} sequences, {hello.step_tokens:,} tokens a step\n"
+        f"{scheduling}"
         f"  address    {address}/v1   (health: /health, metrics: /metrics)\n\n"
         f"  try it:\n"
         f"  curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64}}\'\n'
     )
+
+
+def choices(scheduling: SchedulingSettings) -> str:
+    """What was chosen of how requests are scheduled, in words; the sizes of batch and step have a line of their own.
+
+    >>> choices(SchedulingSettings(policy="sjf", target_tpot=0.05))
+    'target-tpot 0.05 s, policy sjf'
+    """
+    found = []
+    for field in fields(scheduling):
+        value = getattr(scheduling, field.name)
+        if value != field.default and field.name not in ("max_sequences", "step_tokens"):
+            shown = f"{value:g} s" if field.metadata.get("is_time") else value
+            found.append(f"{field.name.replace('_', '-')} {shown}")
+    return ", ".join(found)
 
 
 class HttpProcess:
@@ -145,7 +172,7 @@ class HttpProcess:
         self._plan = plan
         self._listener = listener
         self._keyring = keyring
-        self._metrics = Metrics(plan.name, compat=plan.metrics_compat)
+        self._metrics = Metrics(plan.name, compat=plan.metrics_compat, scheduling=plan.scheduling)
         self.client = EngineClient(plan.socket_of(number), beat, self._metrics)
         self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
         self._reader = Reader(plan.name, *tokenizer_of(plan))

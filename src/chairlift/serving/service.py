@@ -23,7 +23,7 @@ from chairlift.serving.asking import Reader, off_loop
 from chairlift.serving.body import read_object
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
-from chairlift.serving.generation import Answering, Asked
+from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
@@ -107,15 +107,21 @@ class Call:
         options = read_options(body)
         self.id = options.request_id or self.id
         self._check_priority(options)
-        asked = await (service.reader.chat if chat else service.reader.completion)(body, options, hello)
+        asked = await (service.reader.chat if chat else service.reader.completion)(body, hello)
         timeout = options.timeout if options.timeout is not None else service.timeout
-        answering = Answering(service.client, service.metrics, service.reader.tokenizer, timeout)
+        terms = self._terms(options, "chat" if chat else "completions")
+        answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout)
         answering.start(asked, self._admit)
         self.outputs = answering.outputs
         name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
         if options.stream:
             return EventStream(answering, self._chunks(answering, options, name, chat), options, self.id)
         return await self._whole(answering, options, name, chat)
+
+    def _terms(self, options: Options, endpoint: str) -> Terms:
+        tenant = self.tenant or Tenant("")
+        ttft = tenant.ttft if options.ttft is None else options.ttft
+        return Terms(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft)
 
     def _admit(self, asked: list[Asked]) -> list[Ticket]:
         service, prompts = self.service, [len(each.prompt) for each in asked]
