@@ -13,7 +13,7 @@ from chairlift.core.request import Request
 
 WINDOW = 256  # finished requests that the correlation is taken over
 ENOUGH = 32  # finished requests before it is first taken
-STRIDE = 128  # finished requests until it is taken again: its sorts cost as much as ten predictions
+STRIDE = 128  # finished requests until it is taken again: its sorts cost as much as twenty predictions
 REMEMBERED = 1 << 14  # guesses kept for requests under way; those of aborted ones leave by age
 BUCKETS = 4096  # values that each feature knows at most
 
@@ -22,8 +22,7 @@ _PRIOR = math.log(256)  # before anything is learned all are alike but for their
 _MEMORY = 48  # a bucket averages over about so many answers and no more: it follows a drift
 _STEP = [1 / (count + 1) for count in range(_MEMORY)] + [1 / _MEMORY]
 _BAND = [count.bit_length() for count in range(_MEMORY + 1)]  # counts of 1, 2-3, 4-7, ... are trusted alike
-_RATE = 0.05  # of learning how far to trust: some hundred answers
-_OUTLIER = 3.0  # times the usual distance from the average; what is beyond counts as that far
+_RATE = 0.07  # of learning how far to trust: in some tens of answers
 
 Features = tuple[int, ...]
 
@@ -150,7 +149,7 @@ class _Table:
 
     def __init__(self) -> None:
         self.buckets: OrderedDict[int, tuple[float, int]] = OrderedDict()  # the least recently seen first
-        self.shares = [0.5] * (_BAND[-1] + 1)
+        self.shares = [0.5, 0.5]  # by band
 
     def learn(self, key: int, residual: float) -> float:
         """Take in what the features before this one leave to explain; the rest is for those behind it."""
@@ -162,13 +161,18 @@ class _Table:
                 buckets.popitem(last=False)
             return residual
         value, count = bucket
-        buckets[key] = (value + (residual - value) * _STEP[count], count + 1 if count < _MEMORY else count)
-        buckets.move_to_end(key)
-        band = _BAND[count]
-        share = self.shares[band]
+        shares, band = self.shares, _BAND[count]
+        share = shares[band]
         rest = residual - value * share
-        share += _RATE * value * rest  # downhill on the square of the rest
-        self.shares[band] = 0.0 if share < 0.0 else 1.0 if share > 1.0 else share
+        share += _RATE * value * rest / (1.0 + value * value)  # downhill on rest², in steps that cannot overshoot
+        shares[band] = 0.0 if share < 0.0 else 1.0 if share > 1.0 else share
+        value += (residual - value) * _STEP[count]
+        if count < _MEMORY:
+            count += 1
+            if _BAND[count] == len(shares):
+                shares.append(shares[-1])  # older than any before
+        buckets[key] = (value, count)
+        buckets.move_to_end(key)
         return rest
 
 
@@ -184,7 +188,6 @@ class History:
         self._most = math.log(max_length)
         self._average = _PRIOR
         self._count = 0
-        self._spread = 1.0  # the usual distance of an answer from the average
         self._tables = [_Table() for _ in range(8)]  # one for each of the features
 
     def features(self, request: Request) -> Features:
@@ -195,15 +198,17 @@ class History:
         tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
         endpoint = crc32(request.endpoint.encode("utf-8", "surrogatepass"))
         head = hash(tuple(prompt[:32]))
+        octave = size.bit_length()
+        depth = 1 << octave >> 2 if octave < 12 else 1024  # not in the later half: what is new is there
         return (
             tenant,
             hash((endpoint, request.params.max_tokens or 0)),
             head,  # a template, a system prompt
-            hash(tuple(prompt[32:1056:128])),  # a long system prompt, a conversation
+            hash(tuple(prompt[depth >> 3 : depth : depth >> 3 or 1])),  # a long system prompt, a conversation
             hash(tuple(prompt[-8:])),  # "in one word, please"
             hash((tenant, head)),
             (size**8).bit_length(),  # eighths of an octave: on Azure's conversations they tell more than octaves
-            hash((tenant, size.bit_length())),
+            hash((tenant, octave)),
         )
 
     def guess(self, request: Request, features: Features) -> int:
@@ -225,13 +230,8 @@ class History:
                 return  # its length was never in doubt
             # It was cut, so it would have been at least so long; if that was the estimate, nothing speaks against it.
             seen = max(seen, self._estimate(features))
-        step = _STEP[self._count]
         residual = seen - self._average
-        edge = _OUTLIER * self._spread
-        self._spread += (abs(residual) - self._spread) * step
-        if not -edge < residual < edge:
-            residual = edge if residual > 0.0 else -edge
-        self._average += residual * step
+        self._average += residual * _STEP[self._count]
         if self._count < _MEMORY:
             self._count += 1
         for table, key in zip(self._tables, features, strict=True):
