@@ -112,11 +112,14 @@ def tenants(n: int, r: random.Random) -> list[Ask]:
 
 
 def flood(n: int, r: random.Random) -> list[Ask]:
-    """One tenant asks a hundred times as often as the other, whose few requests are spread among them."""
+    """One tenant asks a hundred times as often as the other, whose few, on long texts, come in between."""
     quiet = max(1, n // (FLOOD + 1))
     places = {(2 * i + 1) * n // (2 * quiet) for i in range(quiet)}
     return [
-        Ask(tokens(r, 8, 24), r.randint(8, 24), tenant="quiet" if place in places else "loud") for place in range(n)
+        Ask(tokens(r, 1000, 1500), r.randint(16, 32), tenant="quiet")
+        if place in places
+        else Ask(tokens(r, 16, 64), r.randint(16, 32), tenant="loud")
+        for place in range(n)
     ]
 
 
@@ -163,6 +166,7 @@ def make(
     cap: int | None = None,
     lengths_are_known: bool | None = None,
     rehearse: int = 0,
+    only: str | None = None,
 ) -> Mix:
     """A mix by its name, or any other workload or recording; `deadline` is the tightest one, in seconds."""
     recipe = None if is_recorded(demand) else MIXES.get(demand.workload)
@@ -172,6 +176,11 @@ def make(
         asks = recipe.draw(rehearse + (demand.requests or recipe.requests), random.Random(demand.seed))
         asks = [ask if ask.deadline is None else replace(ask, deadline=ask.deadline * deadline) for ask in asks]
         asks = arriving(asks, demand)
+    if only is not None:  # at the moments they have among the others
+        known = sorted({ask.tenant for ask in asks})
+        asks = [ask for ask in asks if ask.tenant == only]
+        if not asks:
+            raise ChairliftError(f"no request is {only!r}'s: the tenants are {', '.join(known) or 'none'}")
     rehearsal, asks = asks[:rehearse], asks[rehearse:]
     if not asks:
         raise ChairliftError("no request is left to run: give a longer --duration or more --requests")

@@ -76,6 +76,9 @@ def compare(
     rehearse: Annotated[
         int, typer.Option(help="As many requests first that are not measured, so that a predictor has learned.", min=0)
     ] = 0,
+    only: Annotated[
+        str | None, typer.Option(help="Only this tenant's requests: what it would have if it were alone.")
+    ] = None,
     lengths_are_known: Annotated[
         bool | None,
         typer.Option(
@@ -127,7 +130,13 @@ def compare(
         settings,
         axes,
         lambda encode: mixes.make(
-            demand, encode, deadline=deadline, cap=max_tokens, lengths_are_known=lengths_are_known, rehearse=rehearse
+            demand,
+            encode,
+            deadline=deadline,
+            cap=max_tokens,
+            lengths_are_known=lengths_are_known,
+            rehearse=rehearse,
+            only=only,
         ),
         repeat=repeat,
         naive=naive,

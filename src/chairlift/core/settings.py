@@ -76,7 +76,7 @@ class SchedulingSettings:
         None, "Sequences in the batch at once (default 64 on a CPU, 256 on a GPU); lower it for faster single answers."
     )
     step_tokens: int | None = option(
-        None, "Tokens in one forward pass (default 512 on a CPU, 8192 on a GPU); lower it for smoother streaming."
+        None, "Tokens in one forward pass (default 256 on a CPU, 8192 on a GPU); lower it for smoother streaming."
     )
     target_tpot: float | None = seconds(
         None, "Longest step, such as 50ms, in place of a number of tokens; set it to promise a speed of streaming."

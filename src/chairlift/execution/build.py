@@ -148,7 +148,7 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
             f"max_length is {length}, but the model was made for {config.max_length} tokens: lower it to that or less"
         )
     wanted = settings.scheduling
-    step_tokens = wanted.step_tokens or (8192 if is_gpu else 512)
+    step_tokens = wanted.step_tokens or (8192 if is_gpu else 256)
     sequences = wanted.max_sequences or min(256 if is_gpu else 64, step_tokens)
     if wanted.prefill == "whole" and wanted.step_tokens is None:
         step_tokens = max(step_tokens, length + sequences)
