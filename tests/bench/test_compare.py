@@ -29,7 +29,7 @@ from tiny import make_tiny_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with a context for long answers."""
-    return str(make_tiny_model(tmp_path_factory.mktemp("compare") / "llama", max_position_embeddings=1024))
+    return str(make_tiny_model(tmp_path_factory.mktemp("compare") / "llama", max_position_embeddings=2048))
 
 
 def made(name: str, **options: Any) -> Mix:
@@ -244,8 +244,8 @@ def test_tenants_and_deadlines_are_told_apart(model: str) -> None:
 
 
 def test_a_mix_that_the_context_cannot_hold_is_refused(model: str) -> None:
-    mix = Mix("long", [Ask([1] * 600, 600)], 1024, lengths_are_known=False)
-    with pytest.raises(ChairliftError, match="600 prompt and 600 output tokens, and the context holds 1024"):
+    mix = Mix("long", [Ask([1] * 1200, 1200)], 2048, lengths_are_known=False)
+    with pytest.raises(ChairliftError, match="1200 prompt and 1200 output tokens, and the context holds 2048"):
         compared(model, mix, {"batching": ["continuous"]})
 
 
@@ -310,3 +310,13 @@ def test_without_matplotlib_there_are_numbers_and_advice(model: str, tmp_path: P
 def test_a_wrong_choice_is_one_line(model: str) -> None:
     done = subprocess.run(command(model, "--policy", "luck"), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.startswith("error: policy is 'luck': use one of fcfs")
+
+
+def test_a_tenant_alone_keeps_the_moments_it_has_among_the_others() -> None:
+    crowd, alone = made("flood", rate=50.0), made("flood", rate=50.0, only="quiet")
+    first = next(ask.at for ask in crowd.asks if ask.tenant == "quiet")
+    assert [(ask.prompt, pytest.approx(ask.at)) for ask in alone.asks] == [
+        (ask.prompt, ask.at - first) for ask in crowd.asks if ask.tenant == "quiet"
+    ]
+    with pytest.raises(ChairliftError, match="no request is by 'nobody': the tenants are loud, quiet"):
+        made("flood", only="nobody")

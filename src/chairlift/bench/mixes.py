@@ -180,7 +180,7 @@ def make(
         known = sorted({ask.tenant for ask in asks})
         asks = [ask for ask in asks if ask.tenant == only]
         if not asks:
-            raise ChairliftError(f"no request is {only!r}'s: the tenants are {', '.join(known) or 'none'}")
+            raise ChairliftError(f"no request is by {only!r}: the tenants are {', '.join(known) or 'none'}")
     rehearsal, asks = asks[:rehearse], asks[rehearse:]
     if not asks:
         raise ChairliftError("no request is left to run: give a longer --duration or more --requests")
