@@ -6,16 +6,14 @@ not asked of others, but what each promises itself is.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
 import pytest
 from fakes import VOCAB
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_properties import cause_trouble, shapes
+from test_properties import QUIET, cause_trouble, quiet_engine, shapes
 from world import Shape, World
 
 from chairlift.core.batching import GATES
@@ -23,22 +21,15 @@ from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES
-from chairlift.core.request import Phase, Sequence
+from chairlift.core.request import Phase
 from chairlift.core.settings import SchedulingSettings
 
 WALKS = 100
 EVENTS_A_WALK = 1700  # 6 policies x 100 walks x 1700 > 1,000,000
-QUIET = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
 TENANTS = ("", "a", "b", "c")
 
 
-@pytest.fixture(autouse=True)
-def quiet_engine() -> Iterator[None]:
-    """The failures here are ours: nobody needs to read of each."""
-    log = logging.getLogger("chairlift")
-    log.disabled = True
-    yield
-    log.disabled = False
+__all__ = ["quiet_engine"]  # a fixture that all tests here use
 
 
 @st.composite
@@ -127,7 +118,3 @@ def test_no_combination_breaks_a_promise(policy: str, record_property: pytest.Re
     record_property("core events", seen["events"])
     assert seen["events"] >= WALKS * EVENTS_A_WALK
     assert min(seen.values()) > 100, seen
-
-
-def names(sequences: list[Sequence]) -> list[str]:
-    return [sequence.request.id for sequence in sequences]

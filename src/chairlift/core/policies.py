@@ -47,9 +47,9 @@ class Priority(Policy):
 
     def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
         """The last in the batch, if its priority is lower and its age does not make up for that."""
-        last = max(running, key=lambda each: each.rank, default=None)
-        is_lower = last is not None and last.request.priority < newcomer.request.priority and last.rank > newcomer.rank
-        return last if is_lower else None
+        if not running or running[-1].rank < newcomer.rank:
+            return None
+        return running[-1] if running[-1].request.priority < newcomer.request.priority else None
 
 
 class ShortestFirst(Policy):
@@ -132,7 +132,8 @@ class Fair(Policy):
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
         """The last of the tenant that is most above its share."""
-        return max(candidates, key=lambda each: (self._excess(each.request.tenant), each.rank))
+        excess = {tenant: self._excess(tenant) for tenant in {each.request.tenant for each in candidates}}
+        return max(candidates, key=lambda each: (excess[each.request.tenant], each.rank))
 
     def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
         """The last of the tenant most above its share, while the newcomer's would not be above its own."""

@@ -37,7 +37,7 @@ class Policy:
         return candidates[-1]
 
     def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
-        """Who gives up its seat and blocks to one who waits and does not fit, if anybody."""
+        """Who gives up its seat and blocks to one who waits and does not fit, if anybody; `running` is in order."""
         return None
 
     def arrange(self, prompts: list[Sequence]) -> list[Sequence]:

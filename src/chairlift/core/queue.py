@@ -73,10 +73,6 @@ class WaitingQueue:
             first = min(heads.values(), key=lambda each: each.order) if heads else head
             self._kept = [self._policy.lane(first, now)]
 
-    def keep_all(self) -> None:
-        """Draw from all lanes again."""
-        self._kept = []
-
     def forget(self, count: int) -> None:
         """Count `count` sequences out that have left the waiting phase without being taken."""
         self._size -= count

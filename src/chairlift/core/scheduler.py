@@ -259,7 +259,6 @@ class Scheduler:
             # One that has just made way does not come back in the same plan: what it saved is not there yet.
             self.blocked_by = "blocks" if sequence in step.preempted else self._obstacle(sequence)
             if not self.blocked_by:
-                # A table that was cut for a prompt is as long as it needs, or the prompt would have to wait half-way.
                 room = self._budget(step, sequence) - step.tokens
                 if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - sequence.computed, room):
                     self.blocked_by = "tokens"

@@ -11,6 +11,7 @@ from chairlift.core.request import Sequence
 from chairlift.ops import sampling
 
 _WIDE = (1 << 64) - 1
+_LARGEST = 1e38  # that a single-precision number can hold, about; what is beyond it makes no difference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +44,12 @@ class Sampler:
     def place(self, sequence: Sequence) -> None:
         """Write a newcomer's parameters to its row."""
         row, params = sequence.row, sequence.request.params
-        self._temperature[row] = params.temperature
+        self._temperature[row] = min(params.temperature, _LARGEST)
         self._top_k[row] = max(params.top_k, 0)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
-        self._penalties[:, row] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._penalties[:, row] = np.clip(penalties, -_LARGEST, _LARGEST)
         self._has_penalties[row] = params.has_penalties
         self._prompt_length[row] = sequence.prompt_length
         # Siblings differ by their index alone.
