@@ -351,7 +351,7 @@ def test_what_a_swapped_sequence_had_comes_back_without_being_computed_again() -
     assert [piece for piece in plan.slices if piece.sequence is victim] == [(victim, computed, 1)]
     assert len(plan.restored) == -(-computed // 4)
     run(scheduler)
-    scheduler.preemption.check([])
+    scheduler.memory.preemption.check([])
 
 
 def test_one_that_has_yielded_three_times_yields_no_more() -> None:

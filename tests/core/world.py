@@ -249,7 +249,7 @@ class World:
         assert not self.speaking
         assert not scheduler.yielded, "preempted sequences never came back"
         assert pool.free == pool.total
-        scheduler.preemption.check([])  # nothing is left in host memory
+        scheduler.memory.preemption.check([])  # nothing is left in host memory
         assert scheduler.counters.submitted == self.submitted
         assert scheduler.counters.rejected == self.refused
 

@@ -118,12 +118,12 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
                 return f"{who} needs {_count(first.seats, 'seat')} at once, and {free:,} of {seats:,} are free."
             return f"All seats were taken when the last step was planned, and {_count(free, 'seat')} became free since."
         case "blocks":
-            admission = scheduler.admission
-            free, kept = scheduler.pool.free, admission.watermark.blocks
+            memory = scheduler.memory
+            free, kept = scheduler.pool.free, memory.watermark.blocks
             if first is None:
                 return f"The KV cache is too full for whose turn it is: {_free_blocks(free, kept)}."
-            needs = admission.needs(first)
-            if admission.has_room(first, not running):
+            needs = memory.needs(first)
+            if memory.has_room(first, not running):
                 return f"{who} needs {_count(needs, 'block')} of the KV cache, which became free since the last step."
             return f"{who} needs {_count(needs, 'block')} of the KV cache: {_free_blocks(free, kept)}."
         case "tokens":

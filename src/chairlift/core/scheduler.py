@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from itertools import repeat
 from operator import attrgetter
 
-from chairlift.core.admission import Admission
 from chairlift.core.batching import Continuous, Gate, Line
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
@@ -15,10 +14,11 @@ from chairlift.core.cost import Cost
 from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
+from chairlift.core.memory import Memory
 from chairlift.core.plan import Event, Slice, StepPlan, StepResult
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
-from chairlift.core.preemption import Preemption, Recompute
+from chairlift.core.preemption import Preemption
 from chairlift.core.prefill import Chunked, PrefillMode
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
@@ -55,7 +55,7 @@ class Scheduler:
         self.policy: Policy = policy or Policy()
         self.gate: Gate = gate or Continuous()
         self.prefill: PrefillMode = prefill or Chunked(limits, Cost())
-        self.preemption: Preemption = preemption or Recompute()
+        self.memory = Memory(pool, preemption)
         self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
         self.budget: Budget = budget or FixedBudget()
         self.waiting = WaitingQueue(self.policy)
@@ -67,7 +67,6 @@ class Scheduler:
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
         self._seats = limits.max_sequences
-        self.admission = Admission(pool)
         self._is_trusted = True
 
     # ---- requests in and out
@@ -135,9 +134,9 @@ class Scheduler:
                 self._admit(step, now)
             else:
                 self.blocked_by = "blocks"  # under memory pressure, admitting would only thrash
-        self.admission.watermark.learn(len(step.preempted) > made_way)
+        self.memory.watermark.learn(len(step.preempted) > made_way)
         if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
-            self._drop_saved(step)
+            self.memory.drop_saved(step)
         return step
 
     def pause(self, now: float) -> float:
@@ -179,7 +178,7 @@ class Scheduler:
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """The pass broke: end every request that was in it; all others go on."""
-        self._drop_saved(step)  # the pass may have broken before anything was saved
+        self.memory.drop_saved(step)  # the pass may have broken before anything was saved
         sequences = [piece.sequence for piece in step.slices] + step.samples + step.placed
         requests = (sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE)
         events: list[Event] = []
@@ -195,10 +194,7 @@ class Scheduler:
         assert len(waiting) == len(self.waiting) == sum(1 for _ in self.waiting)
         assert {id(sequence) for sequence in running} == {id(sequence) for sequence in self.running}
         assert self.running == sorted(self.running, key=_by_rank)
-        assert all(not sequence.table.blocks for sequence in waiting)
-        assert all(not sequence.saved.blocks for sequence in running)
-        self.pool.check(sequence.table for sequence in running)
-        self.preemption.check(waiting)
+        self.memory.check(running, waiting)
         assert self._seats + sum(sequence.seats for sequence in running) == self.limits.max_sequences
         rows = [sequence.row for sequence in running]
         assert sorted(rows + self._rows) == list(range(self.limits.max_sequences))
@@ -276,8 +272,8 @@ class Scheduler:
             may_yield = [each for each in self.running if self._may_yield(step, each)]
             victims: list[Sequence] = []
             # Those who go on must find their next block, or one of them would have to yield in this very plan.
-            growth = sum(map(self.admission.growth, self.running))
-            seats, blocks = self._seats, self.pool.free - self.admission.needs(newcomer) - growth
+            growth = sum(map(self.memory.growth, self.running))
+            seats, blocks = self._seats, self.pool.free - self.memory.needs(newcomer) - growth
             while seats < newcomer.seats or blocks < 0:
                 victim = self.policy.yields_to(newcomer, may_yield)
                 if victim is None:
@@ -285,12 +281,12 @@ class Scheduler:
                 may_yield.remove(victim)
                 victims.append(victim)
                 seats += victim.seats
-                blocks += len(victim.table.blocks) + self.admission.growth(victim)
+                blocks += len(victim.table.blocks) + self.memory.growth(victim)
             if not victims and self.policy.yields_to(newcomer, may_yield) is None:
                 return  # there is room but for the watermark, and nobody whom the newcomer may put at risk
             for victim in victims:
                 self._preempt(step, victim)
-            if self.admission.needs(newcomer) + sum(map(self.admission.growth, self.running)) > self.pool.free:
+            if self.memory.needs(newcomer) + sum(map(self.memory.growth, self.running)) > self.pool.free:
                 return  # they shared blocks with others, who keep them
             self._seat(step, newcomer, now)
 
@@ -298,13 +294,11 @@ class Scheduler:
         """What keeps a waiting sequence from a seat."""
         if sequence.seats > self._seats:
             return "seats"
-        return "" if self.admission.has_room(sequence, not self.running) else "blocks"
+        return "" if self.memory.has_room(sequence, not self.running) else "blocks"
 
     def _seat(self, step: StepPlan, sequence: Sequence, now: float) -> None:
         self.waiting.take(sequence)
-        # All blocks of what is known at once: a prompt under way never has to wait for memory.
-        self.pool.grow(sequence.table, self.admission.claim(sequence))
-        step.restored += self.preemption.come_back(sequence)
+        self.memory.seat(step, sequence)
         self._seats -= sequence.seats
         self._place(step, sequence, now)
 
@@ -344,8 +338,7 @@ class Scheduler:
         for index in range(1, sequence.request.params.n):
             sibling = Sequence(sequence.request, sequence.order, sequence.limit, index)
             sibling.rank = (sequence.rank[0], sequence.order, index)
-            sibling.computed = sequence.computed
-            sibling.table = self.pool.fork(sequence.table, sequence.computed)
+            self.memory.fork(sequence, sibling)
             sibling.expected = sequence.expected
             self._live[sequence.request.id].append(sibling)
             self.policy.arrived(sibling)
@@ -364,39 +357,29 @@ class Scheduler:
 
     def _make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
         """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
-        pool = self.pool
-        while pool.missing(sequence.table, length) > pool.free:
+        while not self.memory.can_grow(sequence, length):
             # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
             behind = self.running[self.running.index(sequence) :]
             victim = self.policy.victim([each for each in behind if self._may_yield(step, each)])
             self._preempt(step, victim)
             if victim is sequence:
                 return False
-        copy = pool.grow(sequence.table, length)
-        if copy:
-            step.copies.append(copy)
-        step.grown.append(sequence)
+        self.memory.grow(step, sequence, length)
         return True
 
     def _may_yield(self, step: StepPlan, sequence: Sequence) -> bool:
         """Not those that have their memory for good, nor one that this very plan brings back: it is not there yet."""
-        return not self.admission.is_settled(sequence) and not (step.placed and sequence in step.placed)
+        return not self.memory.is_settled(sequence) and not (step.placed and sequence in step.placed)
 
     def _preempt(self, step: StepPlan, victim: Sequence) -> None:
         self.running.remove(victim)
         self._free_seat(victim)
-        step.saved += self.preemption.leave(victim, self.pool)
+        self.memory.yield_all(step, victim)
         victim.phase = Phase.WAITING
         victim.preemptions += 1
         self.waiting.push(victim, 0.0)  # with the rank it had: it keeps its place in the queue
         step.preempted.append(victim)
         self.counters.preemptions += 1
-
-    def _drop_saved(self, step: StepPlan) -> None:
-        for sequence in step.preempted:
-            if sequence.phase is Phase.WAITING:
-                self.preemption.forget(sequence)
-        step.saved.clear()
 
     # ---- ending
 
@@ -409,13 +392,12 @@ class Scheduler:
         """Free all that the sequences hold, and count their requests out with the last of them."""
         counters = self.counters
         for sequence in sequences:
+            self.memory.end(sequence)
             if sequence.phase is Phase.RUNNING:
                 self.running.remove(sequence)
                 self._free_seat(sequence)
-                self.pool.release(sequence.table)
                 sequence.phase = Phase.DONE
             else:
-                self.preemption.forget(sequence)
                 sequence.phase = Phase.DONE
                 self.waiting.forget(1)
             self.policy.ended(sequence)
