@@ -28,7 +28,7 @@ def nothing_is_lost(llm: LLM) -> Iterator[None]:
     yield
     scheduler = llm.engine.scheduler
     scheduler.check()
-    assert scheduler.pool.free == scheduler.pool.total
+    assert scheduler.pool.available == scheduler.pool.total
     assert not scheduler.has_work
     assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
 

@@ -136,14 +136,15 @@ class FakeExecutor:
         self.swapped += len(returning)
         # Nothing is copied that came back in the same step: whoever shares a block has been here before.
         read = [self._read_block(source) for source, _ in plan.copies]
-        begins = {piece.sequence for piece in plan.slices if piece.start == 0}
+        starts = {piece.sequence: piece.start for piece in plan.slices}
+        self._spoil(list(returning))
         for sequence in plan.placed:
             row = self.rows[sequence.row]
             row.tokens, row.marks = list(sequence.tokens), marks_of(sequence.tokens)
             row.blocks = list(sequence.table.blocks)
             row.seed, row.index = sequence.request.seed, sequence.index
-            if sequence in begins or returning.keys() & set(row.blocks):
-                self._spoil(row.blocks)
+            if sequence in starts or sequence not in plan.samples:  # siblings share what they have
+                self._spoil(row.blocks[starts.get(sequence, sequence.computed) // self.block_size :])
         for target, marks in returning.items():
             self._write_block(target, marks)
         for sequence in plan.grown:
@@ -203,8 +204,7 @@ class FakeExecutor:
 
     def _leave_garbage(self, plan: StepPlan) -> None:
         """A pass that broke half-way: everything it would have written may hold anything."""
-        for _, target in plan.copies:
-            self._spoil([target])
+        self._spoil([target for _, target in (*plan.copies, *plan.restored)])
         for sequence in (*plan.placed, *plan.grown, *(piece.sequence for piece in plan.slices)):
             self.rows[sequence.row] = Row()
         for sequence, start, count in plan.slices:

@@ -10,10 +10,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from fakes import VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_properties import QUIET, cause_trouble, quiet_engine, shapes
+from test_properties import QUIET, cause_trouble, quiet_engine, shapes, words
 from world import Shape, World
 
 from chairlift.core.batching import GATES
@@ -77,12 +76,13 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
     longest = world.shape.max_length
     now = world.clock.now()
     world.submit(
-        random.choices(range(VOCAB), k=1 + int((longest - 2) * random.random() ** 2)),
+        words(world, random, 1 + int((longest - 2) * random.random() ** 2)),
         n=random.randint(1, world.shape.seats) if random.random() < 0.2 else 1,
         max_tokens=None if random.random() < 0.1 else random.randint(1, longest),
         eos=eos,
         seed=random.getrandbits(32),
         tenant=random.choice(TENANTS),
+        salt=random.choice(("", "", "a")),
         weight=random.choice((1.0, 3.0)),
         priority=random.choice((0, 0, 0, 1, 5)),
         deadline=random.choice((None, now + 0.02, now + 0.5)),
@@ -102,7 +102,7 @@ def watch_order(world: World, chosen: SchedulingSettings) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_combination_breaks_a_promise(policy: str, record_property: pytest.RecordProperty) -> None:
-    seen = dict.fromkeys(("events", "preemptions", "resumed", "swapped", "copied"), 0)
+    seen = dict.fromkeys(("events", "preemptions", "resumed", "swapped", "copied", "cached"), 0)
 
     @settings(QUIET, max_examples=WALKS)
     @given(made=worlds(policy), seed=st.integers(0, 2**64 - 1))
@@ -113,6 +113,7 @@ def test_no_combination_breaks_a_promise(policy: str, record_property: pytest.Re
         seen["resumed"] += world.scheduler.resumed
         seen["swapped"] += world.executor.swapped
         seen["copied"] += world.executor.copied
+        seen["cached"] += world.scheduler.counters.cached_tokens
 
     go()
     record_property("core events", seen["events"])

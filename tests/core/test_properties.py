@@ -46,6 +46,7 @@ def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
         blocks=-(-max_length // block_size) + draw(st.integers(0, 2 * seats)),
         max_length=max_length,
         overlap=draw(st.booleans()) if overlap is None else overlap,
+        caches=draw(st.booleans()),
     )
 
 
@@ -76,12 +77,22 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
     prompt = random.randint(0, longest + 1) if wants_too_much else 1 + int((longest - 1) * random.random() ** 2)
     n = random.randint(1, world.shape.seats + wants_too_much)
     world.submit(
-        random.choices(range(VOCAB), k=prompt),
+        words(world, random, prompt),
         n=n if random.random() < 0.4 else 1,
         max_tokens=None if random.random() < 0.1 else random.randint(1, longest),
         eos=eos,
         seed=random.getrandbits(32),
+        salt=random.choice(("", "", "a")),
     )
+
+
+def words(world: World, random: Random, count: int) -> list[int]:
+    """So many tokens, which often begin as others did."""
+    fresh = random.choices(range(VOCAB), k=count)
+    if not world.heard or random.random() < 0.3:
+        return fresh
+    known = random.choice(world.heard)
+    return (known[: random.randint(0, len(known))] + fresh)[:count]
 
 
 def cause_trouble(world: World, random: Random) -> None:
@@ -98,7 +109,7 @@ def cause_trouble(world: World, random: Random) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
 def test_half_a_million_random_events_break_no_promise(overlap: bool, record_property: pytest.RecordProperty) -> None:
-    seen = dict.fromkeys(("events", "preemptions", "resumed", "copied", "failed", "aborted"), 0)
+    seen = dict.fromkeys(("events", "preemptions", "resumed", "copied", "failed", "aborted", "cached", "evicted"), 0)
 
     @settings(QUIET, max_examples=WALKS)
     @given(shape=shapes(overlap), seed=st.integers(0, 2**64 - 1))
@@ -111,6 +122,9 @@ def test_half_a_million_random_events_break_no_promise(overlap: bool, record_pro
         seen["copied"] += world.executor.copied
         seen["failed"] += counters.failed
         seen["aborted"] += counters.aborted
+        seen["cached"] += counters.cached_tokens
+        cache = world.scheduler.memory.prefix_cache
+        seen["evicted"] += 0 if cache is None else cache.evictions
 
     go()
     record_property("core events", seen["events"])

@@ -441,7 +441,7 @@ def test_an_executor_that_owes_a_token_is_found_out() -> None:
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """How many lines of the core a call runs: its cost, without a clock, and without what a collector of garbage adds."""
+    """How many lines of the core a call runs: its cost, without a clock, and whatever a collection of garbage runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> object:

@@ -29,6 +29,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, StepPlan, StepResult
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
@@ -46,6 +47,7 @@ class Shape:
     max_length: int
     overlap: bool
     host_blocks: int = 0
+    caches: bool = False
 
     def turns(self, prompt: int, limit: int) -> int:
         """D: how many plans a sequence can be the oldest for."""
@@ -130,6 +132,8 @@ class WatchedScheduler(Scheduler):
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         failing = live_requests_of(step)
+        lost = {node.block for node in step.fresh}
+        failing |= {each.request.id for each in self.running if not lost.isdisjoint(each.table.blocks)}
         running = [sequence for sequence in self.running if sequence.request.id not in failing]
         events = super().fail(step, error)
         self.check()
@@ -159,7 +163,8 @@ class World:
         host = BlockPool(shape.host_blocks, shape.block_size)
         pool = BlockPool(shape.blocks, shape.block_size)
         chosen = settings or SchedulingSettings()
-        self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()))
+        cache = PrefixCache(pool) if shape.caches else None
+        self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
         self.scheduler.is_fcfs = settings is None
         self.executor = FakeExecutor(shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks)
         self.clock = ManualClock()
@@ -168,6 +173,7 @@ class World:
         self.speaking: dict[tuple[str, int], Sequence] = {}  # live sequences whose tokens have begun to come
         self.submitted = 0
         self.refused = 0
+        self.heard: list[list[int]] = []  # prompts and their answers, as far as they came: others may begin with them
 
     @property
     def events(self) -> int:
@@ -248,7 +254,7 @@ class World:
         assert not self.live, "requests were lost"
         assert not self.speaking
         assert not scheduler.yielded, "preempted sequences never came back"
-        assert pool.free == pool.total
+        assert pool.available == pool.total
         scheduler.memory.preemption.check([])  # nothing is left in host memory
         assert scheduler.counters.submitted == self.submitted
         assert scheduler.counters.rejected == self.refused
@@ -284,6 +290,7 @@ class World:
             assert event.token is None or self.shape.overlap
             self.scheduler.yielded.discard(sequence)
         record.ended[sequence.index] = reason
+        self.heard = [*self.heard[-7:], list(sequence.tokens)]
         self.speaking.pop((sequence.request.id, sequence.index), None)
         if reason in (FinishReason.ABORT, FinishReason.ERROR) and not sequence.is_forked:
             record.ended |= dict.fromkeys(range(1, len(record.answers)), reason)  # siblings that were never born

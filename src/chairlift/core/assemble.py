@@ -13,15 +13,21 @@ from chairlift.core.policies import POLICIES, Knowledge
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
 
 
 def assemble_scheduler(
-    settings: SchedulingSettings, limits: Limits, pool: BlockPool, host: BlockPool, cost: Cost
+    settings: SchedulingSettings,
+    limits: Limits,
+    pool: BlockPool,
+    host: BlockPool,
+    cost: Cost,
+    prefix_cache: PrefixCache | None = None,
 ) -> Scheduler:
     """A scheduler as the settings want it, over these blocks on the device and in host memory."""
-    return Scheduler(limits, pool, **parts(settings, limits, host, cost))
+    return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache)
 
 
 def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: Cost) -> dict[str, Any]:

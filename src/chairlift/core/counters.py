@@ -15,3 +15,5 @@ class Counters:
     rejected: int = 0
     failed: int = 0
     preemptions: int = 0
+    prompt_tokens: int = 0  # of those that took a seat
+    cached_tokens: int = 0  # of these, what the prefix cache had

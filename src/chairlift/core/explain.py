@@ -119,7 +119,7 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
             return f"All seats were taken when the last step was planned, and {_count(free, 'seat')} became free since."
         case "blocks":
             memory = scheduler.memory
-            free, kept = scheduler.pool.free, memory.watermark.blocks
+            free, kept = scheduler.pool.available, memory.watermark.blocks
             if first is None:
                 return f"The KV cache is too full for whose turn it is: {_free_blocks(free, kept)}."
             needs = memory.needs(first)

@@ -7,26 +7,36 @@ from collections.abc import Iterable
 from chairlift.core.blocks import BlockPool
 from chairlift.core.plan import StepPlan
 from chairlift.core.preemption import Preemption, Recompute
-from chairlift.core.request import Phase, Sequence
+from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.request import NEVER, Phase, Sequence
 from chairlift.core.watermark import Watermark
 
 # One that has yielded so often gets all the memory it can ever need when it next runs, and yields no more.
 _YIELDS = 3
+_PART = 4  # a block is copied for its first tokens if they are at least one in so many
 
 
 class Memory:
-    """The blocks on the device, those that wait in host memory, and what admission leaves free for those who run."""
+    """The blocks on the device, what they can be found by, and those that wait in host memory."""
 
-    def __init__(self, pool: BlockPool, preemption: Preemption | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, preemption: Preemption | None = None, prefix_cache: PrefixCache | None = None
+    ) -> None:
         self.pool = pool
+        self.prefix_cache = prefix_cache
         self.watermark = Watermark(pool.total)
         self.preemption = preemption or Recompute()
+        self.copied = 0  # blocks of which only the first tokens were of use
 
     # ---- questions
 
     def needs(self, sequence: Sequence) -> int:
-        """Blocks that a waiting sequence takes with its seat."""
-        return self.pool.blocks_for(self._claim(sequence))
+        """Blocks that a waiting sequence takes with its seat, of those that can be had."""
+        path = self._find(sequence)
+        shared = len(path)
+        while shared and not self.pool.is_held(path[shared - 1].block):
+            shared -= 1  # nobody has it yet, so it is one less for others
+        return self.pool.blocks_for(self._claim(sequence)) - shared
 
     def growth(self, sequence: Sequence) -> int:
         """Blocks that a running sequence takes for its next token."""
@@ -39,18 +49,34 @@ class Memory:
     def has_room(self, sequence: Sequence, is_alone: bool) -> bool:
         """Whether it fits, with the watermark to spare unless nobody runs."""
         spare = 0 if is_alone else self.watermark.blocks
-        return self.needs(sequence) + spare <= self.pool.free
+        return self.needs(sequence) + spare <= self.pool.available
+
+    def known(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that need not be computed."""
+        return max(sequence.computed, len(self._find(sequence)) * self.pool.block_size)
 
     def can_grow(self, sequence: Sequence, length: int) -> bool:
         """Whether it can write up to `length` tokens without anybody having to yield."""
-        return self.pool.missing(sequence.table, length) <= self.pool.free
+        return self.pool.missing(sequence.table, length) <= self.pool.available
 
     # ---- in and out
 
     def seat(self, step: StepPlan, sequence: Sequence) -> None:
         """All blocks of what is known at once: a prompt under way never has to wait for memory."""
+        path = self._find(sequence)
+        if sequence.saved.blocks and path:
+            self.preemption.forget(sequence)
+        self.pool.share(sequence.table, [node.block for node in path])
+        source, common = self._begin(sequence, path)
         self.pool.grow(sequence.table, self._claim(sequence))
-        step.restored += self.preemption.come_back(sequence)
+        if sequence.saved.blocks:
+            step.restored += self.preemption.come_back(sequence)
+            return
+        sequence.computed = len(path) * self.pool.block_size
+        if common:  # the source may have been given away by now, but it is read before anything is written
+            step.copies.append((source, sequence.table.blocks[len(path)]))
+            sequence.computed += common
+            self.copied += 1
 
     def grow(self, step: StepPlan, sequence: Sequence, length: int) -> None:
         """Let it write up to `length` tokens."""
@@ -63,10 +89,14 @@ class Memory:
         """Give a sibling the same blocks."""
         sibling.computed = sequence.computed
         sibling.table = self.pool.fork(sequence.table, sequence.computed)
+        sibling.prefix.cursor, sibling.prefix.kept = sequence.prefix.cursor, sequence.prefix.kept
+        sibling.due = sequence.due
+        sibling.cached = sequence.cached
 
     def yield_all(self, step: StepPlan, victim: Sequence) -> None:
         """It gives up its blocks and will come back."""
         step.saved += self.preemption.leave(victim, self.pool)
+        victim.prefix.cursor, victim.due = None, NEVER
 
     def end(self, sequence: Sequence) -> None:
         """It gives up all it has, here and in host memory."""
@@ -82,12 +112,91 @@ class Memory:
                 self.preemption.forget(sequence)
         step.saved.clear()
 
-    def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
+    # ---- what others may find
+
+    def keep(self, sequence: Sequence, computed: int, step: StepPlan | None = None) -> None:
+        """Let those blocks be found that `computed` tokens fill; in the pass of `step`, or before now if there is none.
+
+        Within one pass every layer stores before it attends, so those who sit down behind it in the same plan may share.
+        """
+        prefix, size = sequence.prefix, self.pool.block_size
+        node, first, full = prefix.cursor, prefix.kept, computed // size
+        if self.prefix_cache is None or node is None or full <= first:
+            return
+        key, width = packed(sequence.tokens[first * size : full * size]), 4 * size
+        for i, block in enumerate(sequence.table.blocks[first:full]):
+            node = self.prefix_cache.insert(node, key[i * width : (i + 1) * width], block, step is None)
+            if node is None:  # another with the same tokens was faster: what follows stays private
+                break
+            if not node.is_ready and step is not None:
+                step.fresh.append(node)
+        prefix.cursor, prefix.kept = node, full
+        sequence.due = (full + 1) * size if node is not None else NEVER
+
+    def confirm(self, step: StepPlan) -> None:
+        """The pass has come back: what it wrote is there."""
+        for node in step.fresh:
+            node.is_ready = True
+
+    def disown(self, step: StepPlan, running: Iterable[Sequence]) -> list[Sequence]:
+        """The pass has failed: nobody may find what it should have written; those who run and have found it already."""
+        self.drop_saved(step)  # it may have broken before anything was saved
+        lost: set[int] = set()
+        for node in step.fresh:
+            if self.prefix_cache is not None:
+                lost.update(self.prefix_cache.remove(node))
+        return [each for each in running if not lost.isdisjoint(each.table.blocks)] if lost else []
+
+    def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """Prove that every block is accounted for."""
         assert all(not sequence.table.blocks for sequence in waiting)
         assert all(not sequence.saved.blocks for sequence in running)
         self.pool.check(sequence.table for sequence in running)
         self.preemption.check(waiting)
+        if self.prefix_cache is not None:
+            self.prefix_cache.check()
+            for sequence in running:
+                self._check_path(sequence)
+
+    def _check_path(self, sequence: Sequence) -> None:
+        """The blocks that can be found by a sequence's tokens are its own."""
+        node, size = sequence.prefix.cursor, self.pool.block_size
+        if node is None or (node.block < 0 and node.parent is not None):
+            return
+        for i in reversed(range(sequence.prefix.kept)):
+            assert node is not None
+            assert node.block == sequence.table.blocks[i]
+            assert node.chunk == packed(sequence.tokens[i * size : (i + 1) * size])
+            node = node.parent
+        assert node is not None
+        assert node.chunk == sequence.request.salt.encode()
+
+    def _find(self, sequence: Sequence) -> list[Node]:
+        """The cached blocks that a waiting sequence can begin with."""
+        if self.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
+            return []
+        prefix, tokens, size = sequence.prefix, sequence.tokens, self.pool.block_size
+        if len(prefix.key) != 4 * len(tokens):
+            prefix.key = packed(tokens)
+        # Not the last token: to have its successor, it must be computed.
+        self.prefix_cache.match(prefix.path, sequence.request.salt, prefix.key, (len(tokens) - 1) // size)
+        return prefix.path if len(prefix.path) * size > sequence.computed else []  # unless more of it was saved
+
+    def _begin(self, sequence: Sequence, path: list[Node]) -> tuple[int, int]:
+        """It sits down behind `path`; a block that begins with its next tokens, and with how many, if copying pays."""
+        if self.prefix_cache is None:
+            return -1, 0
+        prefix, tokens, size = sequence.prefix, sequence.tokens, self.pool.block_size
+        salt, behind = sequence.request.salt, len(path) * size
+        prefix.cursor = path[-1] if path else self.prefix_cache.root(salt)
+        prefix.kept = len(path)
+        prefix.path, prefix.key = [], b""
+        sequence.due = behind + size
+        rest = tokens[behind : min(behind + size, len(tokens) - 1)]
+        if len(rest) * _PART < size or sequence.saved.blocks or sequence.request.params.prompt_logprobs is not None:
+            return -1, 0
+        block, common = self.prefix_cache.match_part(path, salt, rest)
+        return (block, common) if common * _PART >= size else (-1, 0)
 
     def _claim(self, sequence: Sequence) -> int:
         """Tokens it must have room for: what is known, or all it can become if it has yielded too often.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from chairlift.core.prefix_cache import Node
 from chairlift.core.request import FinishReason, Sequence
 
 
@@ -29,13 +30,15 @@ class StepPlan:
     placed: list[Sequence] = field(default_factory=list)
     # Sequences whose block table changed: its last block was copied, or blocks were added behind it.
     grown: list[Sequence] = field(default_factory=list)
-    # Blocks to copy before the pass: every source is read before any target is written.
+    # Blocks to copy before the pass: every source is read before any target is written, or any block that is restored.
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     # Blocks to move to host memory and back before the pass: here, too, all are read before any is written, and those
     # that leave are read before anything is written at all.
     saved: list[tuple[int, int]] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
+    # Blocks that this pass fills and that others can find already: those planned after it read what it has written.
+    fresh: list[Node] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.slices)

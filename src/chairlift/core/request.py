@@ -7,6 +7,9 @@ from enum import Enum, StrEnum
 
 from chairlift.core.blocks import BlockTable
 from chairlift.core.params import SamplingParams
+from chairlift.core.prefix_cache import Prefix
+
+NEVER = 1 << 62  # tokens that no sequence has
 
 
 class FinishReason(StrEnum):
@@ -41,6 +44,7 @@ class Request:
     weight: float = 1.0  # the tenant's share against others'
     priority: int = 0  # higher goes first
     deadline: float | None = None  # when its first token is due, on the clock of `arrival`
+    salt: str = ""  # whose prefixes it may share
     endpoint: str = ""  # where it came from: a hint on the length of its answer
     known_length: int | None = None  # of the answer, in experiments alone
 
@@ -59,7 +63,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "cached",
         "computed",
+        "due",
         "expected",
         "index",
         "is_forked",
@@ -68,6 +74,7 @@ class Sequence:
         "pending",
         "phase",
         "preemptions",
+        "prefix",
         "prompt_length",
         "rank",
         "request",
@@ -98,6 +105,9 @@ class Sequence:
         self.preemptions = 0  # times it had to yield
         self.table = BlockTable()
         self.saved = BlockTable()  # blocks in host memory while it is away
+        self.prefix = Prefix()
+        self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
+        self.due = NEVER  # with more tokens than this, another of its blocks can be cached
 
     @property
     def length(self) -> int:

@@ -20,6 +20,7 @@ from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
 from chairlift.core.prefill import Chunked, PrefillMode
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 
@@ -40,6 +41,7 @@ class Scheduler:
         gate: Gate | None = None,
         prefill: PrefillMode | None = None,
         preemption: Preemption | None = None,
+        prefix_cache: PrefixCache | None = None,
         predictor: Predictor | None = None,
         budget: Budget | None = None,
         cost: Cost | None = None,
@@ -55,7 +57,7 @@ class Scheduler:
         self.policy: Policy = policy or Policy()
         self.gate: Gate = gate or Continuous()
         self.prefill: PrefillMode = prefill or Chunked(limits, Cost())
-        self.memory = Memory(pool, preemption)
+        self.memory = Memory(pool, preemption, prefix_cache)
         self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
         self.budget: Budget = budget or FixedBudget()
         self.waiting = WaitingQueue(self.policy)
@@ -158,6 +160,7 @@ class Scheduler:
         for sequence, scores in result.prompt_logprobs or ():
             if sequence.phase is not Phase.DONE:
                 events.append(Event(sequence, prompt_logprobs=scores))
+        self.memory.confirm(step)
         ended = Phase.DONE
         logprobs = result.logprobs or repeat(None)
         for sequence, token, scored in zip(step.samples, result.tokens, logprobs, strict=False):
@@ -166,6 +169,8 @@ class Scheduler:
                 continue  # ended while this step was in flight: the token is one too many
             tokens = sequence.tokens
             tokens.append(token)
+            if len(tokens) > sequence.due:
+                self.memory.keep(sequence, len(tokens) - 1)  # all but the one that has just come
             if token in sequence.stop_ids or len(tokens) >= sequence.limit:
                 reason = FinishReason.STOP if token in sequence.stop_ids else FinishReason.LENGTH
                 done.append(Event(sequence, token, reason, scored))
@@ -177,9 +182,9 @@ class Scheduler:
         return events
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
-        """The pass broke: end every request that was in it; all others go on."""
-        self.memory.drop_saved(step)  # the pass may have broken before anything was saved
-        sequences = [piece.sequence for piece in step.slices] + step.samples + step.placed
+        """The pass broke: end every request that was in it, or that read what it should have written; others go on."""
+        shared = self.memory.disown(step, self.running)
+        sequences = [piece.sequence for piece in step.slices] + step.samples + step.placed + shared
         requests = (sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE)
         events: list[Event] = []
         for request_id in list(dict.fromkeys(requests)):  # in the plan's order, so that a simulation repeats itself
@@ -255,8 +260,9 @@ class Scheduler:
             # One that has just made way does not come back in the same plan: what it saved is not there yet.
             self.blocked_by = "blocks" if sequence in step.preempted else self._obstacle(sequence)
             if not self.blocked_by:
-                room = self._budget(step, sequence) - step.tokens
-                if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - sequence.computed, room):
+                known = self.memory.known(sequence)
+                room = self._budget(step, known) - step.tokens
+                if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - known, room):
                     self.blocked_by = "tokens"
                     break
                 self._seat(step, sequence, now)
@@ -273,7 +279,7 @@ class Scheduler:
             victims: list[Sequence] = []
             # Those who go on must find their next block, or one of them would have to yield in this very plan.
             growth = sum(map(self.memory.growth, self.running))
-            seats, blocks = self._seats, self.pool.free - self.memory.needs(newcomer) - growth
+            seats, blocks = self._seats, self.pool.available - self.memory.needs(newcomer) - growth
             while seats < newcomer.seats or blocks < 0:
                 victim = self.policy.yields_to(newcomer, may_yield)
                 if victim is None:
@@ -286,7 +292,7 @@ class Scheduler:
                 return  # there is room but for the watermark, and nobody whom the newcomer may put at risk
             for victim in victims:
                 self._preempt(step, victim)
-            if self.memory.needs(newcomer) + sum(map(self.memory.growth, self.running)) > self.pool.free:
+            if self.memory.needs(newcomer) + sum(map(self.memory.growth, self.running)) > self.pool.available:
                 return  # they shared blocks with others, who keep them
             self._seat(step, newcomer, now)
 
@@ -299,6 +305,10 @@ class Scheduler:
     def _seat(self, step: StepPlan, sequence: Sequence, now: float) -> None:
         self.waiting.take(sequence)
         self.memory.seat(step, sequence)
+        if sequence.started is None:
+            sequence.cached = sequence.computed
+            self.counters.prompt_tokens += sequence.prompt_length
+            self.counters.cached_tokens += sequence.cached
         self._seats -= sequence.seats
         self._place(step, sequence, now)
 
@@ -309,19 +319,20 @@ class Scheduler:
         is_last = self.is_input_over or (first is not None and first.started is not None)
         return Line(len(self.running), self.waiting.largest(), self.limits.max_sequences, since, is_last)
 
-    def _budget(self, step: StepPlan, sequence: Sequence) -> int:
-        """Tokens that the step may hold with this prompt."""
-        return self.budget.tokens(step, self.prefill.step_tokens, sequence.computed)
+    def _budget(self, step: StepPlan, computed: int) -> int:
+        """Tokens that the step may hold with more of a prompt of which so many are computed."""
+        return self.budget.tokens(step, self.prefill.step_tokens, computed)
 
     def _take_chunk(self, step: StepPlan, sequence: Sequence) -> None:
         """Add as much of a prompt as fits; its end samples, for every sibling that forks off there."""
         remaining = sequence.length - sequence.computed
-        count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence) - step.tokens))
+        count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence.computed) - step.tokens))
         if not count:
             return
         step.slices.append(Slice(sequence, sequence.computed, count))
         step.tokens += count
         sequence.computed += count
+        self.memory.keep(sequence, min(sequence.computed, len(sequence.tokens)), step)
         if count == remaining:
             for sampler in (sequence, *self._fork(step, sequence)):
                 step.samples.append(sampler)

@@ -67,6 +67,10 @@ class CacheSettings:
         None,
         "Share of memory that may be used (default 0.9 of a GPU, half of free RAM); lower it to share the machine.",
     )
+    prefix_cache: bool = option(
+        True,
+        "Keep what prompts and answers have in common with later ones; turn it off to measure without it.",
+    )
     host_tokens: int | None = option(
         None,
         "Tokens of sequences that have yielded, kept in host memory by swap and auto preemption (default: as many as "

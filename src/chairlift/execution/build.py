@@ -18,6 +18,7 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.errors import ModelError, SettingsError
 from chairlift.core.limits import Limits
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.execution.calibrate import calibrate
@@ -114,7 +115,8 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     cost = calibrate(decoder, cache) if reads_cost(scheduling) else Cost()
     host = choose_host_blocks(settings, capacity)
     pool = BlockPool(capacity.blocks, capacity.block_size)
-    scheduler = assemble_scheduler(scheduling, limits, pool, BlockPool(host, capacity.block_size), cost)
+    known = PrefixCache(pool) if settings.cache.prefix_cache else None
+    scheduler = assemble_scheduler(scheduling, limits, pool, BlockPool(host, capacity.block_size), cost, known)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     executor = TorchExecutor(decoder, cache, limits, HostBlocks(cache, host) if host else None)
     if device.type == "cuda":

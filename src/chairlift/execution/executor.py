@@ -76,8 +76,8 @@ class TorchExecutor:
         """Start one forward pass."""
         if plan.saved or plan.restored:
             assert self._host is not None, "a plan that swaps needs host memory"
-            self._host.move(plan.saved, plan.restored)
-        if plan.copies:
+            self._host.move(plan.saved, plan.copies, plan.restored)
+        elif plan.copies:
             self._cache.copy(plan.copies)
         self._rows.update(plan)
         for sequence in plan.placed:

@@ -18,14 +18,16 @@ class HostBlocks:
         self._stream = torch.cuda.Stream(cache.data.device) if cache.data.is_cuda else None  # type: ignore[no-untyped-call]
         self._data = torch.empty(blocks, layers, *rest, dtype=cache.data.dtype, pin_memory=cache.data.is_cuda)
 
-    def move(self, saved: Pairs, restored: Pairs) -> None:
-        """Blocks from the device to the host and from the host to the device; all are read before any is written."""
+    def move(self, saved: Pairs, copies: Pairs, restored: Pairs) -> None:
+        """Blocks to the host, on the device, and from the host to the device; all are read before any is written."""
         if self._stream is None:
             returning = self._data[[source for source, _ in restored]]
             if saved:
                 self._data[[target for _, target in saved]] = self._gather(saved)
         else:
             returning = self._travel(saved, restored)
+        if copies:
+            self._cache.copy(copies)
         if restored:
             targets = torch.tensor([target for _, target in restored], device=self._cache.data.device)
             self._cache.data[:, targets] = returning.transpose(0, 1)
