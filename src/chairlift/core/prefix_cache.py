@@ -11,8 +11,9 @@ leaf, and to evict never takes a search.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
-from struct import pack
+from struct import Struct, pack
 
 from chairlift.core.blocks import BlockPool
 
@@ -54,6 +55,7 @@ class PrefixCache:
         self.evictions = 0
         self._pool = pool
         self._width = pool.block_size * _INT
+        self._chunks = Struct(f"{self._width}s")
         self._roots: dict[bytes, Node] = {}
         self._nodes: list[Node | None] = [None] * pool.total  # of each block
 
@@ -66,12 +68,12 @@ class PrefixCache:
         while path and path[-1].block < 0:
             path.pop()  # evicted since
         node = path[-1] if path else self._roots.get(salt.encode())
-        width = self._width
-        for at in range(len(path) * width, most * width, width):
-            if node is None:
-                return
-            node = node.children.get(key[at : at + width])
-            if node is not None:
+        if node is None or most <= len(path):
+            return
+        rest = memoryview(key)[len(path) * self._width : most * self._width]
+        with suppress(KeyError):
+            for (chunk,) in self._chunks.iter_unpack(rest):
+                node = node.children[chunk]
                 path.append(node)
 
     def match_part(self, path: list[Node], salt: str, tokens: list[int]) -> tuple[int, int]:
