@@ -120,11 +120,10 @@ class PrefixCache:
             self._pool.forget(block)
         return blocks
 
-    def clear(self) -> None:
-        """Forget everything."""
-        for root in list(self._roots.values()):
-            for child in list(root.children.values()):
-                self.remove(child)
+    def clear(self) -> int:
+        """Forget everything; how many blocks it was."""
+        nodes = [child for root in self._roots.values() for child in root.children.values()]
+        return sum(len(self.remove(node)) for node in nodes)
 
     def check(self) -> None:
         """Prove that the tree holds together."""

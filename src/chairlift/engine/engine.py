@@ -81,6 +81,11 @@ class Engine:
         """Others may come, as is assumed at first."""
         self.scheduler.is_input_over = False
 
+    def clear_prefix_cache(self) -> int:
+        """Forget what later prompts could have shared; those who run keep what they have. How many blocks it was."""
+        cache = self.scheduler.memory.prefix_cache
+        return 0 if cache is None else cache.clear()
+
     @property
     def pause(self) -> float:
         """Seconds for which nothing happens by itself, however often `step` is called; inf: until somebody comes."""
