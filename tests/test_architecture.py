@@ -21,6 +21,7 @@ PURE = {
     "__future__",
     "abc",
     "bisect",
+    "contextlib",
     "collections",
     "dataclasses",
     "enum",
@@ -30,6 +31,7 @@ PURE = {
     "math",
     "operator",
     "statistics",
+    "struct",
     "typing",
     "zlib",
 }

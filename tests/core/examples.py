@@ -11,6 +11,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, StepPlan, StepResult
 from chairlift.core.policy import Policy
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -26,9 +27,12 @@ def scheduler_of(
     block_size: int = 4,
     max_length: int = 100,
     policy: Policy | None = None,
+    caches: bool = False,
 ) -> Scheduler:
     """A scheduler with room enough, but for what the example is about."""
-    return Scheduler(Limits(seats, step_tokens, max_length, VOCAB), BlockPool(blocks, block_size), policy=policy)
+    pool = BlockPool(blocks, block_size)
+    cache = PrefixCache(pool) if caches else None
+    return Scheduler(Limits(seats, step_tokens, max_length, VOCAB), pool, policy=policy, prefix_cache=cache)
 
 
 def engine_of(scheduler: Scheduler, *, overlap: bool) -> tuple[Engine, FakeExecutor]:
