@@ -27,6 +27,11 @@ class Limits:
                 "each running sequence needs one token a step; raise the first or lower the second"
             )
 
+    def longest(self, request: Request) -> int:
+        """The most tokens that a sequence of it may have."""
+        wanted = request.params.max_tokens
+        return self.max_length if wanted is None else min(self.max_length, len(request.prompt) + wanted)
+
     def check(self, request: Request) -> None:
         """Refuse what could never run, with a RequestError."""
         prompt, params = request.prompt, request.params
@@ -37,9 +42,11 @@ class Limits:
                 f"the prompt has {len(prompt)} tokens and the context holds {self.max_length}, which leaves no room "
                 "for an answer: shorten the prompt or raise max_length"
             )
-        if params.n > self.max_sequences:
+        if params.width > self.max_sequences:
+            name = "n" if params.best_of is None else "best_of"
             raise RequestError(
-                f"n is {params.n} and the batch holds {self.max_sequences} sequences: lower n or raise max_sequences"
+                f"{name} is {params.width} and the batch holds {self.max_sequences} sequences: "
+                f"lower {name} or raise max_sequences"
             )
         named = {
             "the prompt": prompt,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from chairlift.core.beams import Beam
 from chairlift.core.blocks import BlockPool
+from chairlift.core.errors import RequestError
 from chairlift.core.plan import StepPlan
 from chairlift.core.preemption import Preemption, Recompute
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
-from chairlift.core.request import NEVER, Phase, Sequence
+from chairlift.core.request import NEVER, Phase, Request, Sequence
 from chairlift.core.watermark import Watermark
 
 # One that has yielded so often gets all the memory it can ever need when it next runs, and yields no more.
@@ -29,6 +31,15 @@ class Memory:
         self.copied = 0  # blocks of which only the first tokens were of use
 
     # ---- questions
+
+    def check_beams(self, request: Request, limit: int) -> None:
+        """Refuse beams that could not all be here at once: they go on together or not at all."""
+        most = request.params.width * self.pool.blocks_for(limit)
+        if request.params.use_beam_search and most > self.pool.total:
+            raise RequestError(
+                f"{request.params.width} beams of up to {limit} tokens may take {most} KV blocks and there are "
+                f"{self.pool.total}: lower n, best_of or max_tokens"
+            )
 
     def needs(self, sequence: Sequence) -> int:
         """Blocks that a waiting sequence takes with its seat, of those that can be had."""
@@ -93,9 +104,24 @@ class Memory:
         sibling.due = sequence.due
         sibling.cached = sequence.cached
 
+    def follow(self, going: list[Beam], members: list[Sequence]) -> None:
+        """Each member goes on as a fork of the sequence that its beam continues."""
+        parents = [beam.parent for beam in going]
+        tables = [self.pool.fork(parent.table, parent.computed) for parent in parents]
+        places = [
+            (list(each.tokens), each.computed, each.prefix.cursor, each.prefix.kept, each.due) for each in parents
+        ]
+        for member, beam, table, place in zip(members, going, tables, places, strict=True):
+            self.pool.release(member.table)
+            member.table = table
+            member.tokens, member.computed, member.prefix.cursor, member.prefix.kept, member.due = place
+            member.tokens.append(beam.token)
+
     def yield_all(self, step: StepPlan, victim: Sequence) -> None:
         """It gives up its blocks and will come back."""
         step.saved += self.preemption.leave(victim, self.pool)
+        if victim.beams is not None:
+            victim.computed = min(victim.computed, len(victim.tokens) - 1)  # its last one must offer again
         victim.prefix.cursor, victim.due = None, NEVER
 
     def end(self, sequence: Sequence) -> None:
@@ -117,7 +143,7 @@ class Memory:
     def keep(self, sequence: Sequence, computed: int, step: StepPlan | None = None) -> None:
         """Let those blocks be found that `computed` tokens fill; in the pass of `step`, or before now if there is none.
 
-        Within one pass every layer stores before it attends, so those who sit down behind it in the same plan may share.
+        Within a pass every layer stores before it attends, so those who sit down behind it in the same plan may share.
         """
         prefix, size = sequence.prefix, self.pool.block_size
         node, first, full = prefix.cursor, prefix.kept, computed // size
@@ -201,6 +227,8 @@ class Memory:
     def _claim(self, sequence: Sequence) -> int:
         """Tokens it must have room for: what is known, or all it can become if it has yielded too often.
 
-        Not before it forks: siblings share its blocks, and none may share one that another is yet to write.
+        Not before it forks, nor beams, which fork all the time: siblings share its blocks, and none may share one that
+        another is yet to write.
         """
-        return sequence.limit if self.is_settled(sequence) and sequence.is_forked else len(sequence.tokens)
+        may_share = sequence.beams is not None or not sequence.is_forked
+        return sequence.limit if self.is_settled(sequence) and not may_share else len(sequence.tokens)

@@ -21,6 +21,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None  # answers to make, of which the n likeliest are given (default: n)
+    use_beam_search: bool = False  # look for the likeliest answers in `best_of` beams, with no randomness
+    length_penalty: float = 1.0  # of beams: above 0 favours long answers, below 0 short ones
+    early_stopping: bool | str = False  # of beams: True ends with `best_of` answers, "never" when none can be better
     temperature: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
     top_p: float = 1.0
@@ -55,6 +59,9 @@ class SamplingParams:
 
     def _check(self) -> None:
         _whole("n", self.n, 1, "use 1 or more")
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, self.n, "use n or more, or leave it out")
+        self._check_beams()
         _number("temperature", self.temperature, 0.0, math.inf, "use 0 for greedy, or a positive number")
         _whole("top_k", self.top_k, -1, "use 0 for all tokens, or how many to keep")
         _number("top_p", self.top_p, 0.0, 1.0, "use a share above 0 and up to 1")
@@ -92,9 +99,34 @@ class SamplingParams:
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _whole(name, value, 0, "use 0 to 64 alternatives, or None for no log-probabilities", 64)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, not True or False")
+
+    def _check_beams(self) -> None:
+        _number("length_penalty", self.length_penalty, -100.0, 100.0, "use a number around 1; 0 ignores the length")
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(f"early_stopping is {self.early_stopping!r}: use True, False or 'never'")
+        if not self.use_beam_search:
+            return
+        wanted = {
+            "stop": self.stop,
+            "bad_words": self.bad_words,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "min_tokens": self.min_tokens,
+            "penalties": self.has_penalties,
+        }
+        if refused := [name for name, value in wanted.items() if value]:
+            raise RequestError(
+                f"beam search goes by the model's own probabilities and has no use for {', '.join(refused)}: "
+                "leave that out, or use_beam_search"
+            )
+
+    @property
+    def width(self) -> int:
+        """How many answers are made."""
+        return self.best_of or self.n
 
     @property
     def is_greedy(self) -> bool:

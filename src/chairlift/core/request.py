@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 from chairlift.core.blocks import BlockTable
 from chairlift.core.params import SamplingParams
 from chairlift.core.prefix_cache import Prefix
+
+if TYPE_CHECKING:
+    from chairlift.core.beams import Beams
 
 NEVER = 1 << 62  # tokens that no sequence has
 
@@ -49,6 +53,14 @@ class Request:
     known_length: int | None = None  # of the answer, in experiments alone
 
     @property
+    def scored(self) -> int | None:
+        """With how many alternatives each token's log-probability must be known; None: not at all."""
+        params = self.params
+        if params.use_beam_search:
+            return params.width * (1 + max(1, len(self.stop_ids)))
+        return 0 if params.logprobs is None and params.width > params.n else params.logprobs
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a sequence of this request."""
         own = frozenset(self.params.stop_token_ids)
@@ -63,6 +75,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "beams",
         "cached",
         "computed",
         "due",
@@ -100,11 +113,12 @@ class Sequence:
         self.rank: tuple[float, int, int] = (0.0, order, index)
         self.row = -1  # its seat in the batch while running: executors keep per-sequence state there
         self.started: float | None = None  # when it first took a seat
-        self.is_forked = request.params.n == 1 or index > 0
+        self.is_forked = request.params.width == 1 or index > 0
         self.expected = 0  # tokens that its answer is predicted to have, where a policy asks
         self.preemptions = 0  # times it had to yield
         self.table = BlockTable()
         self.saved = BlockTable()  # blocks in host memory while it is away
+        self.beams: Beams | None = None  # the search that it is part of
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
         self.due = NEVER  # with more tokens than this, another of its blocks can be cached
@@ -122,7 +136,7 @@ class Sequence:
     @property
     def seats(self) -> int:
         """Seats it needs in the batch: all its siblings' until it forks."""
-        return 1 if self.is_forked else self.request.params.n
+        return 1 if self.is_forked else self.request.params.width
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.id}#{self.index} {self.phase.name} {self.computed}/{self.length})"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
 from itertools import repeat
-from operator import attrgetter
 
 from chairlift.core.batching import Continuous, Gate, Line
+from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
 from chairlift.core.cost import Cost
@@ -15,7 +14,7 @@ from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.memory import Memory
-from chairlift.core.plan import Event, Slice, StepPlan, StepResult
+from chairlift.core.plan import Event, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
@@ -23,8 +22,8 @@ from chairlift.core.prefill import Chunked, PrefillMode
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
+from chairlift.core.seats import Seats
 
-_by_rank = attrgetter("rank")
 # The loops over the whole batch build their records past a named tuple's own constructor: a third of their time.
 _record = tuple.__new__
 
@@ -61,15 +60,15 @@ class Scheduler:
         self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
         self.budget: Budget = budget or FixedBudget()
         self.waiting = WaitingQueue(self.policy)
-        self.running: list[Sequence] = []  # in rank order
         self.counters = Counters()
         self.blocked_by = ""  # what kept the first in line out of the last plan: see explain.py
         self.is_input_over = False  # nobody else will come: a batch need not wait to be full
         self._cost = cost  # what it learns of step times, if anybody needs to know
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
-        self._rows = list(range(limits.max_sequences - 1, -1, -1))
-        self._seats = limits.max_sequences
+        self.seats = Seats(limits.max_sequences, self.memory, self.policy, self.waiting, self.counters)
+        self.running = self.seats.running
         self._is_trusted = True
+        self._moved: list[Sequence] = []  # beams that have gone on elsewhere: the device must be told
 
     # ---- requests in and out
 
@@ -81,14 +80,15 @@ class Scheduler:
             if request.id in self._live:
                 raise RequestError(f"request id {request.id!r} is in use: choose another or wait until it has ended")
             self.limits.check(request)
+            limit = self.limits.longest(request)
+            self.memory.check_beams(request, limit)
         except RequestError:
             self.counters.rejected += 1
             raise
-        wanted = request.params.max_tokens
-        limit = self.limits.max_length
-        if wanted is not None:
-            limit = min(limit, len(request.prompt) + wanted)
         sequence = Sequence(request, order, limit)
+        if request.params.use_beam_search:
+            sequence.beams = Beams(request, limit)
+            sequence.beams.members.append(sequence)
         if self.policy.needs_lengths:
             sequence.expected = self.predictor.predict(request)
         self._live[request.id] = [sequence]
@@ -137,6 +137,8 @@ class Scheduler:
             else:
                 self.blocked_by = "blocks"  # under memory pressure, admitting would only thrash
         self.memory.watermark.learn(len(step.preempted) > made_way)
+        step.placed += (each for each in self._moved if each.phase is Phase.RUNNING and each not in step.placed)
+        self._moved.clear()
         if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
             self.memory.drop_saved(step)
         return step
@@ -167,6 +169,9 @@ class Scheduler:
             sequence.pending -= 1
             if sequence.phase is ended:
                 continue  # ended while this step was in flight: the token is one too many
+            if sequence.beams is not None:
+                events += self._search(sequence, sequence.beams, scored)
+                continue
             tokens = sequence.tokens
             tokens.append(token)
             if len(tokens) > sequence.due:
@@ -197,12 +202,8 @@ class Scheduler:
         waiting = [sequence for sequence in live if sequence.phase is Phase.WAITING]
         running = [sequence for sequence in live if sequence.phase is Phase.RUNNING]
         assert len(waiting) == len(self.waiting) == sum(1 for _ in self.waiting)
-        assert {id(sequence) for sequence in running} == {id(sequence) for sequence in self.running}
-        assert self.running == sorted(self.running, key=_by_rank)
+        self.seats.check(running)
         self.memory.check(running, waiting)
-        assert self._seats + sum(sequence.seats for sequence in running) == self.limits.max_sequences
-        rows = [sequence.row for sequence in running]
-        assert sorted(rows + self._rows) == list(range(self.limits.max_sequences))
         c = self.counters
         assert c.submitted == len(self._live) + c.finished + c.aborted + c.rejected + c.failed
 
@@ -220,10 +221,12 @@ class Scheduler:
             length = len(sequence.tokens) + sequence.pending
             if length >= sequence.limit:
                 continue  # its last token is in flight
+            if sequence.beams is not None and not self.seats.may_search(step, sequence, sequence.beams):
+                continue
             if length - start > 1 or not sequence.is_forked:  # the last token of a prompt may yet have to fork
                 prompts.append(sequence)
                 continue
-            if length > sequence.table.writable and not self._make_room(step, sequence, length):
+            if length > sequence.table.writable and not self.seats.make_room(step, sequence, length):
                 continue
             slices.append(_record(Slice, (sequence, start, 1)))
             samples.append(sequence)
@@ -258,59 +261,24 @@ class Scheduler:
             if sequence is None:
                 break
             # One that has just made way does not come back in the same plan: what it saved is not there yet.
-            self.blocked_by = "blocks" if sequence in step.preempted else self._obstacle(sequence)
+            self.blocked_by = "blocks" if sequence in step.preempted else self.seats.obstacle(sequence)
             if not self.blocked_by:
                 known = self.memory.known(sequence)
                 room = self._budget(step, known) - step.tokens
                 if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - known, room):
                     self.blocked_by = "tokens"
                     break
-                self._seat(step, sequence, now)
+                self.seats.take(step, sequence, now)
                 self._take_chunk(step, sequence)
         if self.blocked_by != "tokens":  # who did not fit for want of tokens may join the same batch in the next step
             self.gate.close()
 
     def _make_way(self, step: StepPlan, now: float) -> None:
         """Where the policy wants it, those who run yield to the first in line; it sits down at once."""
-        while (newcomer := self.waiting.peek(now)) is not None and self._obstacle(newcomer):
-            if newcomer in step.preempted:
+        while (newcomer := self.waiting.peek(now)) is not None and self.seats.obstacle(newcomer):
+            if newcomer in step.preempted or not self.seats.make_way(step, newcomer):
                 return
-            may_yield = [each for each in self.running if self._may_yield(step, each)]
-            victims: list[Sequence] = []
-            # Those who go on must find their next block, or one of them would have to yield in this very plan.
-            growth = sum(map(self.memory.growth, self.running))
-            seats, blocks = self._seats, self.pool.available - self.memory.needs(newcomer) - growth
-            while seats < newcomer.seats or blocks < 0:
-                victim = self.policy.yields_to(newcomer, may_yield)
-                if victim is None:
-                    return  # all who would yield are too few: then nobody does
-                may_yield.remove(victim)
-                victims.append(victim)
-                seats += victim.seats
-                blocks += len(victim.table.blocks) + self.memory.growth(victim)
-            if not victims and self.policy.yields_to(newcomer, may_yield) is None:
-                return  # there is room but for the watermark, and nobody whom the newcomer may put at risk
-            for victim in victims:
-                self._preempt(step, victim)
-            if self.memory.needs(newcomer) + sum(map(self.memory.growth, self.running)) > self.pool.available:
-                return  # they shared blocks with others, who keep them
-            self._seat(step, newcomer, now)
-
-    def _obstacle(self, sequence: Sequence) -> str:
-        """What keeps a waiting sequence from a seat."""
-        if sequence.seats > self._seats:
-            return "seats"
-        return "" if self.memory.has_room(sequence, not self.running) else "blocks"
-
-    def _seat(self, step: StepPlan, sequence: Sequence, now: float) -> None:
-        self.waiting.take(sequence)
-        self.memory.seat(step, sequence)
-        if sequence.started is None:
-            sequence.cached = sequence.computed
-            self.counters.prompt_tokens += sequence.prompt_length
-            self.counters.cached_tokens += sequence.cached
-        self._seats -= sequence.seats
-        self._place(step, sequence, now)
+            self.seats.take(step, newcomer, now)
 
     def _line(self, now: float) -> Line:
         """What the gate sees."""
@@ -346,51 +314,36 @@ class Scheduler:
         sequence.is_forked = True  # from here on, each has its own seat of those admitted with the prompt
         sequence.preemptions = 0  # and its own memory to find
         siblings = []
-        for index in range(1, sequence.request.params.n):
+        for index in range(1, sequence.request.params.width):
             sibling = Sequence(sequence.request, sequence.order, sequence.limit, index)
             sibling.rank = (sequence.rank[0], sequence.order, index)
             self.memory.fork(sequence, sibling)
             sibling.expected = sequence.expected
+            if sequence.beams is not None:
+                sibling.beams = sequence.beams
+                sequence.beams.members.append(sibling)
             self._live[sequence.request.id].append(sibling)
             self.policy.arrived(sibling)
-            self._place(step, sibling, sequence.started)
+            self.seats.place(step, sibling, sequence.started)
             siblings.append(sibling)
         return siblings
 
-    def _place(self, step: StepPlan, sequence: Sequence, now: float | None) -> None:
-        sequence.phase = Phase.RUNNING
-        if sequence.started is None:
-            sequence.started = now
-        sequence.row = self._rows.pop()
-        insort(self.running, sequence, key=_by_rank)
-        step.placed.append(sequence)
-        self.policy.seated(sequence)
+    # ---- beams
 
-    def _make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
-        """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
-        while not self.memory.can_grow(sequence, length):
-            # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
-            behind = self.running[self.running.index(sequence) :]
-            victim = self.policy.victim([each for each in behind if self._may_yield(step, each)])
-            self._preempt(step, victim)
-            if victim is sequence:
-                return False
-        self.memory.grow(step, sequence, length)
-        return True
-
-    def _may_yield(self, step: StepPlan, sequence: Sequence) -> bool:
-        """Not those that have their memory for good, nor one that this very plan brings back: it is not there yet."""
-        return not self.memory.is_settled(sequence) and not (step.placed and sequence in step.placed)
-
-    def _preempt(self, step: StepPlan, victim: Sequence) -> None:
-        self.running.remove(victim)
-        self._free_seat(victim)
-        self.memory.yield_all(step, victim)
-        victim.phase = Phase.WAITING
-        victim.preemptions += 1
-        self.waiting.push(victim, 0.0)  # with the rank it had: it keeps its place in the queue
-        step.preempted.append(victim)
-        self.counters.preemptions += 1
+    def _search(self, sequence: Sequence, beams: Beams, scored: TokenLogprobs | None) -> list[Event]:
+        """A beam has been computed; with the last of them, the next are chosen, or the search is over."""
+        assert scored is not None, "beams need the log-probabilities of their tokens"
+        if sequence.phase is not Phase.RUNNING or not beams.offer(sequence, scored):
+            return []
+        going = beams.choose()
+        staying, leaving = beams.members[: len(going)], beams.members[len(going) :]
+        if going:
+            self.memory.follow(going, staying)
+            self._moved += staying
+            beams.members = staying
+        events = [] if going else beams.answers()
+        self._retire(leaving, events[-1].finish_reason if events else FinishReason.STOP)
+        return events
 
     # ---- ending
 
@@ -405,8 +358,7 @@ class Scheduler:
         for sequence in sequences:
             self.memory.end(sequence)
             if sequence.phase is Phase.RUNNING:
-                self.running.remove(sequence)
-                self._free_seat(sequence)
+                self.seats.leave(sequence)
                 sequence.phase = Phase.DONE
             else:
                 sequence.phase = Phase.DONE
@@ -425,12 +377,6 @@ class Scheduler:
                 counters.failed += 1
             else:
                 counters.finished += 1
-
-    def _free_seat(self, sequence: Sequence) -> None:
-        self._seats += sequence.seats
-        self._rows.append(sequence.row)
-        sequence.row = -1
-        self.policy.unseated(sequence)
 
     def _learn_length(self, sequence: Sequence) -> None:
         self.predictor.learn(sequence.request, len(sequence.tokens) - sequence.prompt_length)

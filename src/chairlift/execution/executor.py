@@ -93,13 +93,13 @@ class TorchExecutor:
             logits = self._decoder.logits(hidden)
         rows = np.array([sequence.row for sequence in plan.samples])
         positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
-        scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.params.logprobs is not None]
+        scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.scored is not None]
         raw = logits[scored].clone() if scored else logits  # what the model said, before penalties and temperature
         tokens = self._sampler.sample(logits, rows, positions)
         self._rows.put(rows, positions, tokens)
         scores = None
         if scored:
-            counts = [plan.samples[i].request.params.logprobs or 0 for i in scored]
+            counts = [plan.samples[i].request.scored or 0 for i in scored]
             scores = scored, counts, self._score(raw, tokens[scored], max(counts))
         return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
 

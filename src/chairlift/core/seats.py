@@ -1,0 +1,142 @@
+"""Seats: who is in the batch, who gives up a seat and its memory, and to whom."""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from chairlift.core.beams import Beams
+from chairlift.core.counters import Counters
+from chairlift.core.memory import Memory
+from chairlift.core.plan import StepPlan
+from chairlift.core.policy import Policy
+from chairlift.core.queue import WaitingQueue
+from chairlift.core.request import Phase, Sequence
+
+_by_rank = attrgetter("rank")
+
+
+class Seats:
+    """The batch: a seat, a row and blocks for each who runs."""
+
+    def __init__(self, count: int, memory: Memory, policy: Policy, waiting: WaitingQueue, counters: Counters) -> None:
+        self.running: list[Sequence] = []  # in rank order
+        self.free = count
+        self._count = count
+        self._rows = list(range(count - 1, -1, -1))
+        self._memory = memory
+        self._policy = policy
+        self._waiting = waiting
+        self._counters = counters
+
+    def obstacle(self, sequence: Sequence) -> str:
+        """What keeps a waiting sequence from a seat."""
+        if sequence.seats > self.free:
+            return "seats"
+        return "" if self._memory.has_room(sequence, not self.running) else "blocks"
+
+    def take(self, step: StepPlan, sequence: Sequence, now: float) -> None:
+        """The first in line sits down, with seats for all its siblings to come."""
+        self._waiting.take(sequence)
+        self._memory.seat(step, sequence)
+        if sequence.started is None:
+            sequence.cached = sequence.computed
+            self._counters.prompt_tokens += sequence.prompt_length
+            self._counters.cached_tokens += sequence.cached
+        self.free -= sequence.seats
+        self.place(step, sequence, now)
+
+    def place(self, step: StepPlan, sequence: Sequence, now: float | None) -> None:
+        """Give one a row that has its seat already."""
+        sequence.phase = Phase.RUNNING
+        if sequence.started is None:
+            sequence.started = now
+        sequence.row = self._rows.pop()
+        insort(self.running, sequence, key=_by_rank)
+        step.placed.append(sequence)
+        self._policy.seated(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It gets up, for good or to come back."""
+        self.running.remove(sequence)
+        self.free += sequence.seats
+        self._rows.append(sequence.row)
+        sequence.row = -1
+        self._policy.unseated(sequence)
+
+    # ---- who yields
+
+    def make_way(self, step: StepPlan, newcomer: Sequence) -> bool:
+        """Where the policy wants it, those who run yield to one who waits; whether it can sit down now."""
+        memory = self._memory
+        may_yield = [each for each in self.running if self._may_yield(step, each)]
+        victims: list[Sequence] = []
+        # Those who go on must find their next block, or one of them would have to yield in this very plan.
+        growth = sum(map(memory.growth, self.running))
+        seats, blocks = self.free, memory.pool.available - memory.needs(newcomer) - growth
+        while seats < newcomer.seats or blocks < 0:
+            victim = self._policy.yields_to(newcomer, may_yield)
+            if victim is None:
+                return False  # all who would yield are too few: then nobody does
+            may_yield.remove(victim)
+            victims.append(victim)
+            seats += victim.seats
+            blocks += len(victim.table.blocks) + memory.growth(victim)
+        if not victims and self._policy.yields_to(newcomer, may_yield) is None:
+            return False  # there is room but for the watermark, and nobody whom the newcomer may put at risk
+        for victim in victims:
+            self._preempt(step, victim)
+        # They may have shared blocks with others, who keep them.
+        return memory.needs(newcomer) + sum(map(memory.growth, self.running)) <= memory.pool.available
+
+    def make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
+        """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
+        while not self._memory.can_grow(sequence, length):
+            # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
+            behind = self.running[self.running.index(sequence) :]
+            victim = self._policy.victim([each for each in behind if self._may_yield(step, each)])
+            self._preempt(step, victim)
+            if victim is sequence:
+                return False
+        self._memory.grow(step, sequence, length)
+        return True
+
+    def may_search(self, step: StepPlan, sequence: Sequence, beams: Beams) -> bool:
+        """Whether a beam goes on in this step: not while others have yet to offer, nor without room for all of them."""
+        if sequence.pending or sequence.computed == len(sequence.tokens):
+            return False
+        together = [each for each in beams.members if each.phase is Phase.RUNNING]
+        while sum(map(self._memory.growth, together)) > self._memory.pool.available:
+            behind = self.running[self.running.index(together[-1]) + 1 :]
+            others = [each for each in behind if self._may_yield(step, each)]
+            self._preempt(step, self._policy.victim(others) if others else sequence)
+            if not others:
+                return False
+        return True
+
+    def _may_yield(self, step: StepPlan, sequence: Sequence) -> bool:
+        """Not those that have their memory for good, nor one that this very plan brings back: it is not there yet."""
+        return not self._memory.is_settled(sequence) and not (step.placed and sequence in step.placed)
+
+    def _preempt(self, step: StepPlan, victim: Sequence) -> None:
+        """It gives up its seat and its blocks; of beams, all do: they go on together or not at all."""
+        if victim.beams is not None:
+            victim.beams.withdraw()
+        for each in [victim] if victim.beams is None else victim.beams.members:
+            if each.phase is not Phase.RUNNING:
+                continue
+            self.leave(each)
+            self._memory.yield_all(step, each)
+            each.phase = Phase.WAITING
+            each.preemptions += 1
+            self._waiting.push(each, 0.0)  # with the rank it had: it keeps its place in the queue
+            step.preempted.append(each)
+            self._counters.preemptions += 1
+
+    def check(self, running: list[Sequence]) -> None:
+        """Prove that every seat and every row is taken once or free."""
+        assert {id(sequence) for sequence in running} == {id(sequence) for sequence in self.running}
+        assert self.running == sorted(self.running, key=_by_rank)
+        assert self.free + sum(sequence.seats for sequence in running) == self._count
+        rows = [sequence.row for sequence in running]
+        assert sorted(rows + self._rows) == list(range(self._count))
