@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.cost import Cost
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepResult
+from chairlift.core.policies import POLICIES, Knowledge
+from chairlift.core.predictor import PREDICTORS
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
@@ -285,3 +288,28 @@ def test_samples_of_one_prompt_hold_it_once(n: int) -> None:
         scheduler.apply(plan, StepResult(draws))
     # The prompt's whole blocks once; each sample its own copy of the last, partly filled one, and what follows.
     assert most == 42 // SIZE + n * (-(-(42 + 8) // SIZE) - 42 // SIZE)
+
+
+def test_the_longest_prefix_goes_first_and_waiting_counts() -> None:
+    policy = POLICIES["longest-prefix"](Knowledge(PREDICTORS["max_tokens"](100), Cost(), 4))
+    scheduler = scheduler_of(seats=1, step_tokens=32, caches=True, policy=policy)
+    submit(scheduler, "first", [1] * 20, max_tokens=4)
+    scheduler.plan(0.0)
+    for name, prompt in (("stranger", [3] * 20), ("cousin", [1] * 8 + [2] * 12), ("brother", [1] * 20)):
+        submit(scheduler, name, prompt, max_tokens=4)
+    order = sorted(scheduler.waiting, key=lambda each: each.rank)
+    assert [each.request.id for each in order] == ["brother", "cousin", "stranger"]
+    late = Request("late", [1] * 20, SamplingParams(), arrival=1.0)
+    scheduler.submit(late)
+    assert max(scheduler.waiting, key=lambda each: each.rank).request is late, "a second is worth a thousand tokens"
+
+
+def test_those_who_wait_are_looked_up_again_as_the_cache_fills() -> None:
+    policy = POLICIES["longest-prefix"](Knowledge(PREDICTORS["max_tokens"](100), Cost(), 4))
+    scheduler = scheduler_of(seats=1, step_tokens=32, caches=True, policy=policy)
+    submit(scheduler, "first", [1] * 20, max_tokens=20)
+    submit(scheduler, "stranger", [3] * 20, max_tokens=4)
+    submit(scheduler, "brother", [1] * 20, max_tokens=4)  # of nobody yet: the first has not begun
+    for _ in range(9):
+        give(scheduler, scheduler.plan(0.0))
+    assert min(scheduler.waiting, key=lambda each: each.rank).request.id == "brother"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chairlift.core.policies import POLICIES, Deadline, Fair, MultiBin, Priority, ShortestFirst
+from chairlift.core.policies import POLICIES, Deadline, Fair, LongestPrefix, MultiBin, Priority, ShortestFirst
 from chairlift.core.policy import Lane, Policy
 from chairlift.core.request import Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
@@ -192,12 +192,20 @@ def _by_deadline(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
     return f"{due}; the earliest goes first"
 
 
+def _by_prefix(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
+    found = scheduler.memory.known(sequence)
+    return (
+        f"{_count(found, 'token')} of it {'is' if found == 1 else 'are'} in the prefix cache; who has most goes first"
+    )
+
+
 _ORDERS: dict[type[Policy], Callable[[Scheduler, Sequence, float], str]] = {
     Priority: _by_priority,
     ShortestFirst: _by_length,
     MultiBin: _by_bin,
     Fair: _by_service,
     Deadline: _by_deadline,
+    LongestPrefix: _by_prefix,
 }
 
 

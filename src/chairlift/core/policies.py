@@ -216,6 +216,23 @@ class Deadline(Policy):
         self._turns += 1
 
 
+class LongestPrefix(Policy):
+    """Who has the most of its prompt in the prefix cache goes first, so that it is used before it has to make room.
+
+    Aging bounds the wait: one second is worth 1,000 tokens found, so a request is overtaken only by those that find so
+    much more than it as they came later.
+    """
+
+    reads_cache = True
+
+    def __init__(self, known: Knowledge) -> None:
+        self._aging = 1000.0 if known.aging is None else known.aging
+
+    def key(self, sequence: Sequence) -> float:
+        """What need not be computed, and what waiting is worth."""
+        return self._aging * sequence.request.arrival - self.cached(sequence)
+
+
 POLICIES: dict[str, Callable[[Knowledge], Policy]] = {
     "fcfs": Fcfs,
     "priority": Priority,
@@ -223,4 +240,5 @@ POLICIES: dict[str, Callable[[Knowledge], Policy]] = {
     "multibin": MultiBin,
     "fair": Fair,
     "deadline": Deadline,
+    "longest-prefix": LongestPrefix,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from chairlift.core.request import Sequence
 
@@ -17,6 +17,7 @@ class Policy:
     """
 
     needs_lengths = False  # whether it reads `sequence.expected`
+    reads_cache = False  # whether its keys change with what is in the prefix cache
     is_preemptive = False  # whether those who run may have to yield to one who waits
     fills_by_lane = False  # whether a batch that closes is made of one lane
 
@@ -45,6 +46,10 @@ class Policy:
         return prompts
 
     # ---- what it may want to know
+
+    cached: Callable[[Sequence], int] = staticmethod(
+        lambda sequence: 0
+    )  # tokens of one who waits that are there already
 
     def arrived(self, sequence: Sequence) -> None:
         """It waits for the first time."""

@@ -26,6 +26,7 @@ from chairlift.core.seats import Seats
 
 # The loops over the whole batch build their records past a named tuple's own constructor: a third of their time.
 _record = tuple.__new__
+_REKEY = 8  # plans after which a policy that reads the prefix cache looks again; more when many wait
 
 
 class Scheduler:
@@ -65,9 +66,11 @@ class Scheduler:
         self.is_input_over = False  # nobody else will come: a batch need not wait to be full
         self._cost = cost  # what it learns of step times, if anybody needs to know
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
+        self.policy.cached = self.memory.known
         self.seats = Seats(limits.max_sequences, self.memory, self.policy, self.waiting, self.counters)
         self.running = self.seats.running
         self._is_trusted = True
+        self._plans = 0
         self._moved: list[Sequence] = []  # beams that have gone on elsewhere: the device must be told
 
     # ---- requests in and out
@@ -122,6 +125,9 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Choose the slices of one forward pass."""
         step = StepPlan()
+        self._plans += 1
+        if self.policy.reads_cache and self._plans % max(_REKEY, len(self.waiting) // _REKEY) == 0:
+            self.waiting.rekey()
         if self.policy.is_preemptive and len(self.waiting) and not self.gate.closes:
             self._make_way(step, now)
         made_way = len(step.preempted)

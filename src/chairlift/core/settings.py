@@ -94,14 +94,15 @@ class SchedulingSettings:
     policy: str = option(
         "fcfs",
         "Who goes next: fcfs; priority (higher first, low ones may starve unless they age); sjf (shortest predicted "
-        "answer first); multibin (by bins of predicted length); fair (tenants alike); deadline (earliest first). "
+        "answer first); multibin (by bins of predicted length); fair (tenants alike); deadline (earliest first); "
+        "longest-prefix (most in the prefix cache first). "
         "Nobody starves under the others.",
         tuple(POLICIES),
     )
     aging: float | None = option(
         None,
-        "What a second of waiting is worth: predicted tokens for sjf (default 1), levels for priority (default 0: "
-        "strict); raise it to bound waiting more tightly.",
+        "What a second of waiting is worth: predicted tokens for sjf (default 1), cached tokens for longest-prefix "
+        "(default 1000), levels for priority (default 0: strict); raise it to bound waiting more tightly.",
     )
     predictor: str = option(
         "history",
