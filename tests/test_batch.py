@@ -70,6 +70,7 @@ def test_chats_and_completions_are_answered_in_openais_shapes(llm: LLM, tmp_path
         line("text", prompt="The chairlift", max_tokens=4, temperature=0),
         line("several", prompt=["A", [5, 6]], n=2, max_tokens=3, seed=1),
     )
+    llm.reset_prefix_cache()
     assert run_batch(llm, source, tmp_path / "out.jsonl") == Tally(done=3, tokens=5 + 4 + 4 * 3)
     found = answers(tmp_path / "out.jsonl")
 
@@ -80,13 +81,29 @@ def test_chats_and_completions_are_answered_in_openais_shapes(llm: LLM, tmp_path
     assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text, "refusal": None}
     assert choice["finish_reason"] == "length" and choice["logprobs"] is None
     prompt = len(expected.prompt_token_ids)
-    assert reply["usage"] == {"prompt_tokens": prompt, "completion_tokens": 5, "total_tokens": prompt + 5}
+    assert reply["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 5,
+        "total_tokens": prompt + 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
     [plain] = llm.generate("The chairlift", SamplingParams(temperature=0, max_tokens=4))
     assert found["text"]["object"] == "text_completion"
     assert found["text"]["choices"][0]["text"] == plain.outputs[0].text
     assert [choice["index"] for choice in found["several"]["choices"]] == [0, 1, 2, 3]
     assert found["several"]["usage"]["completion_tokens"] == 12
+
+
+def test_lines_that_begin_alike_tell_what_they_shared(llm: LLM, tmp_path: Path) -> None:
+    prompt = list(range(10, 110))
+    bodies = {"one": prompt, "two": prompt, "both": [prompt, prompt], "other": prompt[::-1]}
+    lines = [line(name, prompt=each, max_tokens=2) for name, each in bodies.items()]
+    llm.reset_prefix_cache()
+    run_batch(llm, write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl")
+    found = answers(tmp_path / "out.jsonl")
+    told = {name: found[name]["usage"]["prompt_tokens_details"]["cached_tokens"] for name in bodies}
+    assert told == {"one": 0, "two": 96, "both": 2 * 96, "other": 0}, "six blocks of 16 are full"
 
 
 def test_log_probabilities_come_in_both_of_openais_shapes(llm: LLM, tmp_path: Path) -> None:

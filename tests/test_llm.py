@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,39 @@ def test_two_streams_run_side_by_side(llm: LLM) -> None:
     assert [[c.token_ids[0] for c in column] for column in zip(*pairs, strict=True)] == alone
 
 
+# ---- the prefix cache
+
+
+def test_a_prompt_that_begins_as_another_did_tells_what_it_shared(llm: LLM) -> None:
+    prompt, params = list(range(10, 110)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.reset_prefix_cache()
+
+    def cached(prompt: list[int], **more: Any) -> int:
+        [result] = llm.generate(prompt, replace(params, **more))
+        return result.num_cached_tokens
+
+    first, second = (llm.generate(prompt, params)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96), "six blocks of 16 are full"
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert cached(prompt, n=3) == 96, "of one prompt, however many answers it has"
+    assert cached(prompt[:50] + [5] * 50) == 48
+    assert cached(prompt[1:]) == 0
+    assert cached(prompt, prompt_logprobs=0) == 0, "every token's must be computed"
+    stream = llm.stream(prompt, params)
+    next(stream)
+    assert llm.reset_prefix_cache() >= 6
+    assert [token for chunk in stream for token in chunk.token_ids] == first.outputs[0].token_ids[1:]
+    assert llm.reset_prefix_cache() == 0, "what was under way when all was forgotten is not kept either"
+    assert [cached(prompt), cached(prompt)] == [0, 96]
+
+
+def test_without_a_prefix_cache_nothing_is_shared(llm: LLM) -> None:
+    own = LLM(llm.model, progress=False, max_length=256, kv_tokens=512, prefix_cache=False)
+    results = own.generate([list(range(10, 110))] * 2, SamplingParams(max_tokens=2))
+    assert [result.num_cached_tokens for result in results] == [0, 0]
+    assert own.reset_prefix_cache() == 0
+
+
 # ---- choosing tokens
 
 
@@ -194,6 +228,9 @@ def test_penalties_survive_preemption(tmp_path: Path) -> None:
     tight_llm = LLM(str(folder), progress=False, max_length=128, kv_tokens=160)
     tight = tight_llm.generate(prompts, params)
     assert tight_llm.engine.scheduler.counters.preemptions > 0
+    assert {result.num_cached_tokens for result in tight} == {0}, (
+        "what it finds of itself when it comes back is no gain"
+    )
     assert [r.outputs[0].token_ids for r in tight] == [r.outputs[0].token_ids for r in roomy]
 
 

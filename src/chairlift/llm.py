@@ -136,6 +136,10 @@ class LLM:
         )
         return tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
+    def reset_prefix_cache(self) -> int:
+        """Forget what later prompts could have shared; how many blocks of the KV cache it was."""
+        return self.engine.clear_prefix_cache()
+
     def close(self) -> None:
         """End whatever still runs."""
         for request_id in list(self._tracks):

@@ -43,6 +43,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
+    num_cached_tokens: int = 0  # of the prompt: what the prefix cache had when it took its seat; known with a token
 
 
 @dataclass(frozen=True, slots=True)

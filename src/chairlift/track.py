@@ -47,6 +47,7 @@ class Track:
         if event.token is not None:
             if metrics.first_token is None:
                 metrics.first_token, metrics.started = now(), event.sequence.started
+                self.output.num_cached_tokens = event.sequence.cached
             metrics.output_tokens += was_open
         reason = reader.answer.finish_reason
         if was_open and (event.token is not None or reason):

@@ -14,6 +14,7 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
 from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.serving.engine_process import Job, main
@@ -49,7 +50,9 @@ class Pretender:
 def build(job: Job) -> tuple[Engine, Hello, float]:
     limits = Limits(SEQUENCES, max(512, SEQUENCES), LENGTH, VOCABULARY)
     pool, host = BlockPool(BLOCKS, BLOCK), BlockPool(BLOCKS, BLOCK)
-    scheduler = assemble_scheduler(Settings.of(**job.settings).scheduling, limits, pool, host, Cost())
+    settings = Settings.of(**job.settings)
+    known = PrefixCache(pool) if settings.cache.prefix_cache else None
+    scheduler = assemble_scheduler(settings.scheduling, limits, pool, host, Cost(), known)
     hello = Hello(
         model=job.model,
         device="none",

@@ -112,7 +112,6 @@ def test_the_engine_shows_its_last_state_and_every_step() -> None:
     assert value(metrics, "iteration_tokens_total_sum") == 13
     assert value(metrics, "iteration_tokens_total_count") == 2, "a report without a step is no step"
     assert value(metrics, "step_seconds_sum") == pytest.approx(0.024)
-    assert value(metrics, "prefix_cache_queries_total") == 0, "until there is such a cache"
 
 
 def waiting(metrics: Metrics) -> dict[str, float]:
@@ -163,6 +162,29 @@ def test_blocks_that_were_swapped_are_counted_each_way() -> None:
         metrics.engine(msgspec.structs.replace(IDLE, swapped_out=out, swapped_in=back))
     assert value(metrics, "kv_blocks_swapped_out_total") == 14
     assert value(metrics, "kv_blocks_swapped_in_total") == 9
+
+
+def test_a_block_that_nobody_holds_is_not_in_use_though_the_prefix_cache_keeps_it() -> None:
+    metrics = Metrics("tiny")
+    metrics.engine(Stats(1, 0, 25, 100, 1, 0, 0, 0, 0, 0, cached_blocks=65))
+    assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.1)
+    assert value(metrics, "kv_cache_cached_perc") == pytest.approx(0.65)
+    metrics.engine(Stats(0, 0, 35, 100, 1, 0, 0, 0, 0, 0, cached_blocks=65))
+    assert value(metrics, "kv_cache_usage_perc") == 0
+    metrics.engine_state(False)
+    assert value(metrics, "kv_cache_cached_perc") == 0
+
+
+def test_what_the_prefix_cache_does_is_counted_over_all_engines() -> None:
+    metrics = Metrics("tiny", compat="vllm")
+    fields = ("queried_tokens", "cached_tokens", "evicted_blocks", "copied_blocks")
+    for counts in ((200, 96, 3, 1), (300, 192, 4, 1), (100, 0, 0, 0)):  # the last is another engine
+        metrics.engine(msgspec.structs.replace(IDLE, **dict(zip(fields, counts, strict=True))))
+    names = ("queries", "hits", "evictions", "copies")
+    assert [value(metrics, f"prefix_cache_{name}_total") for name in names] == [400, 192, 4, 1]
+    theirs = read(metrics.render()[0])
+    engine = frozenset({("engine", "0")})
+    assert [theirs[f"vllm:prefix_cache_{name}_total"][engine] for name in names[:2]] == [400, 192]
 
 
 def test_how_requests_are_scheduled_is_shown() -> None:

@@ -99,6 +99,11 @@ def texts_of(chunks: list[Any]) -> dict[int, str]:
     return said
 
 
+def tokens_of(usage: Any) -> tuple[int, int, int]:
+    """Without those that were cached: the second of two equal requests finds more."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 def streamed(call: Callable[..., Any], client: OpenAI, **params: Any) -> list[Any]:
     return list(call(client, stream=True, **params))
 
@@ -260,7 +265,7 @@ def test_a_chat_stream_says_the_same_as_the_plain_reply(client: OpenAI, params: 
     assert all(chunk.usage is None for chunk in said)
     if usage:
         assert chunks[-1].choices == []
-        assert chunks[-1].usage == plain.usage
+        assert tokens_of(chunks[-1].usage) == tokens_of(plain.usage)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -273,7 +278,7 @@ def test_a_completion_stream_says_the_same_as_the_plain_reply(client: OpenAI, pa
     assert [token for chunk in said for token in chunk.choices[0].token_ids] == plain.choices[0].token_ids
     assert [chunk.choices[0].finish_reason for chunk in said] == [None] * (len(said) - 1) + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
-    assert (last.choices, last.usage) == ([], plain.usage)
+    assert (last.choices, tokens_of(last.usage)) == ([], tokens_of(plain.usage))
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["left out", "included"])
@@ -289,7 +294,7 @@ def test_a_stop_string_ends_the_answer_and_no_part_of_it_is_ever_streamed(client
     assert all(expected.startswith(texts_of(chunks[: end + 1])[0]) for end in range(len(chunks)))
     assert texts_of(chunks) == {0: expected}
     assert (chunks[-2].choices[0].finish_reason, chunks[-2].choices[0].stop_reason) == ("stop", stop)
-    assert chunks[-1].usage == plain.usage
+    assert tokens_of(chunks[-1].usage) == tokens_of(plain.usage)
     assert plain.usage.completion_tokens < 40
 
 

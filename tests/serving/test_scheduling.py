@@ -244,6 +244,7 @@ ORDER: dict[str, Any] = {
     "priority": 7,
     "deadline": 5.5,
     "endpoint": "chat",
+    "salt": "alice/mine",
 }
 
 
@@ -251,8 +252,8 @@ def test_all_that_policies_go_by_reaches_the_engine() -> None:
     order = decode_order(encode(Submit(**ORDER)))
     assert isinstance(order, Submit)
     request = as_request("0.1.name.with.dots", order)
-    found = (request.tenant, request.weight, request.priority, request.deadline, request.endpoint)
-    assert found == ("alice", 2.5, 7, 5.5, "chat")
+    found = (request.tenant, request.weight, request.priority, request.deadline, request.endpoint, request.salt)
+    assert found == ("alice", 2.5, 7, 5.5, "chat", "alice/mine")
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,7 @@ def test_all_that_policies_go_by_reaches_the_engine() -> None:
         {"tenant": "x" * 65},
         {"id": "x" * 129},
         {"endpoint": "x" * 17},
+        {"salt": "x" * 322},
         {"weight": 0.0},
         {"weight": -1.0},
         {"weight": float("nan")},

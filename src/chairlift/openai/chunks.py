@@ -63,7 +63,7 @@ class Chunks:
         """The chunks that carry a piece."""
         raise NotImplementedError
 
-    def usage(self, used: dict[str, int]) -> dict[str, Any]:
+    def usage(self, used: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, with no choices."""
         return {**self._common, "choices": [], "usage": used}
 

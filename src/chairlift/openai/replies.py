@@ -102,11 +102,17 @@ def echoed(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
     return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """Tokens in and out."""
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens in and out, and of those that came in, what need not be computed."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def error_object(
@@ -116,7 +122,7 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _reply(id: str, kind: str, model: str, choices: list[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+def _reply(id: str, kind: str, model: str, choices: list[dict[str, Any]], used: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": id,
         "object": kind,

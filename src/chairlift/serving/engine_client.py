@@ -15,9 +15,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
-from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, Stats
+from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, PrefixCacheReset, Stats
 
 log = logging.getLogger("chairlift")
+Told = Explained | PrefixCacheReset  # what answers a question
 
 
 class Listener(Protocol):
@@ -51,7 +52,7 @@ class EngineClient:
         self._beat = beat
         self._watcher = watcher
         self._listeners: dict[int, Listener] = {}
-        self._questions: dict[int, asyncio.Future[Explained | None]] = {}
+        self._questions: dict[int, asyncio.Future[Told | None]] = {}
         self._next = secrets.randbits(40)  # news for an earlier process on this socket must not find a listener here
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,22 +129,30 @@ class EngineClient:
 
     @property
     def questions(self) -> int:
-        """How many wait for an answer to `explain`."""
+        """How many wait for an answer of the engine."""
         return len(self._questions)
 
     async def explain(self, name: str, tenant: str | None) -> Explained | None:
         """Where a request is, if it is that tenant's; None when the engine does not say in time."""
-        question = self.new_key()
-        answer: asyncio.Future[Explained | None] = asyncio.get_running_loop().create_future()
-        self._questions[question] = answer
-        self._send(messages.Explain(question, name, tenant))
+        told = await self._ask(messages.Explain(self.new_key(), name, tenant))
+        return told if isinstance(told, Explained) else None
+
+    async def reset_prefix_cache(self) -> int | None:
+        """Have the engine forget all prefixes; how many blocks it was, None when it does not say in time."""
+        told = await self._ask(messages.ResetPrefixCache(self.new_key()))
+        return told.blocks if isinstance(told, PrefixCacheReset) else None
+
+    async def _ask(self, order: messages.Explain | messages.ResetPrefixCache) -> Told | None:
+        answer: asyncio.Future[Told | None] = asyncio.get_running_loop().create_future()
+        self._questions[order.question] = answer
+        self._send(order)
         try:
             async with asyncio.timeout(self._beat.patience):
                 return await answer
         except TimeoutError:
             return None
         finally:
-            self._questions.pop(question, None)
+            self._questions.pop(order.question, None)
 
     def _send(self, order: messages.Order) -> None:
         if self.hello is None:
@@ -175,7 +184,7 @@ class EngineClient:
                             except Exception:  # one answer's bug must not silence the others
                                 log.exception("news of a request could not be read")
                                 listener.lose("the answer could not be read")
-                case Explained(question):
+                case Explained(question) | PrefixCacheReset(question):
                     self._answer(question, report)
                 case Hello():
                     self.hello, self.broken = report, None
@@ -198,7 +207,7 @@ class EngineClient:
         for question in self._questions:
             self._answer(question, None)
 
-    def _answer(self, question: int, answer: Explained | None) -> None:
+    def _answer(self, question: int, answer: Told | None) -> None:
         waits = self._questions.get(question)
         if waits is not None and not waits.done():
             waits.set_result(answer)

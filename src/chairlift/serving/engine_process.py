@@ -160,6 +160,8 @@ class EngineLoop:
                                 del link.keys[key]
                     case messages.Explain():
                         self._questions.append((link, order))
+                    case messages.ResetPrefixCache(question):
+                        link.send(messages.PrefixCacheReset(question, self._engine.clear_prefix_cache()))
 
     def _submit(self, number: int, link: Link, order: Submit) -> None:
         name = f"{number}.{order.key}.{order.id}"
@@ -212,7 +214,8 @@ class EngineLoop:
 
     def _measure(self, took: float) -> Stats:
         scheduler = self._engine.scheduler
-        count, pool = scheduler.counters, scheduler.pool
+        count, pool, memory = scheduler.counters, scheduler.pool, scheduler.memory
+        cache = memory.prefix_cache
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -229,6 +232,11 @@ class EngineLoop:
             blocked_by=scheduler.blocked_by,
             swapped_out=self._swapped_out,
             swapped_in=self._swapped_in,
+            cached_blocks=pool.cached,
+            queried_tokens=0 if cache is None else count.prompt_tokens,
+            cached_tokens=count.cached_tokens,
+            evicted_blocks=0 if cache is None else cache.evictions,
+            copied_blocks=memory.copied,
             correlation=scheduler.predictor.correlation,
             # As many as there are tenants with requests here: a copy, since the last one is compared with the next.
             service=scheduler.policy.service.copy() if isinstance(scheduler.policy, Fair) else {},
@@ -275,6 +283,7 @@ def as_request(name: str, order: Submit) -> Request:
         weight=order.weight,
         priority=order.priority,
         deadline=order.deadline,
+        salt=order.salt,
         endpoint=order.endpoint,
     )
 
@@ -282,12 +291,14 @@ def as_request(name: str, order: Submit) -> Request:
 def as_news(key: int, event: Event) -> News:
     """An event of the core, for the wire."""
     sequence = event.sequence
+    is_first = len(sequence.tokens) == sequence.prompt_length + 1
     return News(
         key,
         sequence.index,
         event.token,
         None if event.finish_reason is None else event.finish_reason.value,
-        sequence.started if len(sequence.tokens) == sequence.prompt_length + 1 else None,
+        sequence.started if is_first else None,
+        sequence.cached if is_first else 0,
         None if event.logprobs is None else _scored(event.logprobs),
         None
         if event.prompt_logprobs is None

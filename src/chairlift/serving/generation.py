@@ -45,6 +45,7 @@ class Terms:
     weight: float = 1.0
     priority: int = 0
     ttft: float | None = None  # seconds from its arrival to its first token, as it was promised
+    salt: str = ""  # whose prefixes they may share
 
 
 class Generation:
@@ -99,6 +100,7 @@ class Generation:
             priority=terms.priority,
             deadline=None if terms.ttft is None else self._group.arrival + terms.ttft,
             endpoint=terms.endpoint,
+            salt=terms.salt,
         )
         self._group.metrics.submitted(len(asked.prompt), params.n, params.max_tokens)
         self._group.client.submit(order, self)
@@ -140,6 +142,7 @@ class Generation:
         now, metrics = time.monotonic(), self.output.metrics
         if metrics.first_token is None:
             metrics.first_token, metrics.started = now, news.started
+            self.output.num_cached_tokens = news.cached
             self._ticket.started(now)
         if self._last_token[news.index]:
             self._group.metrics.between_tokens(now - self._last_token[news.index])

@@ -21,6 +21,7 @@ Alternatives = Annotated[int, Meta(ge=0, le=64)]
 Name = Annotated[str, Meta(max_length=128)]  # of a request, as its client knows it
 TenantName = Annotated[str, Meta(max_length=64)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
+Salt = Annotated[str, Meta(max_length=64 + 1 + 256)]  # a tenant's name and its client's cache_salt
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -53,6 +54,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     priority: Priority
     deadline: float | None  # of the first token, on the clock of `arrival`
     endpoint: Annotated[str, Meta(max_length=16)]
+    salt: Salt  # whose prefixes it may share
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -76,7 +78,13 @@ class Explain(msgspec.Struct, frozen=True, array_like=True, tag=4):
     tenant: TenantName | None  # whose it must be; None: anybody's
 
 
-Order = Submit | Abort | Stop | Explain
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Let no later prompt share what has been computed so far."""
+
+    question: Key
+
+
+Order = Submit | Abort | Stop | Explain | ResetPrefixCache
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +111,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     token: Token | None = None
     finish_reason: str | None = None
     started: float | None = None  # when it took its seat in the batch; with the first token only
+    cached: int = 0  # prompt tokens that the prefix cache had then; with the first token only
     logprobs: Scored | None = None
     prompt_logprobs: PromptScores | None = None
     error: str | None = None
@@ -113,7 +122,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
 
     running: int
     waiting: int
-    free_blocks: int
+    free_blocks: int  # of no use to anybody
     total_blocks: int
     submitted: int
     finished: int
@@ -126,6 +135,11 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     blocked_by: str = ""  # what keeps the first in line waiting
     swapped_out: int = 0  # blocks that went to host memory
     swapped_in: int = 0
+    cached_blocks: int = 0  # held by nobody, but of use to the prefix cache
+    queried_tokens: int = 0  # of prompts, looked up in the prefix cache
+    cached_tokens: int = 0  # of these, found there
+    evicted_blocks: int = 0
+    copied_blocks: int = 0  # of which only the first tokens were of use
     correlation: float | None = None  # of predicted and true lengths
     service: dict[str, float] = {}  # of each tenant that has requests here, where the policy counts it
 
@@ -167,7 +181,14 @@ class Explained(msgspec.Struct, frozen=True, array_like=True, tag=13):
     unfinished: int  # how many there are in all
 
 
-Report = Hello | Batch | Broken | Explained
+class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """The answer to ResetPrefixCache."""
+
+    question: Key
+    blocks: int  # that could have been shared until now
+
+
+Report = Hello | Batch | Broken | Explained | PrefixCacheReset
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

@@ -126,9 +126,9 @@ class Metrics:
             values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
         self._up = self._has_been_up = self._hears_engine = False
         # With several processes, one that replaces another must not count again what that one has counted already.
-        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 8
+        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 12
 
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that were computed.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that had a token.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._n = self._histogram("request_params_n", "Answers asked for.", (1, 2, 5, 10, 20))
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens, where given.", _TOKENS)
@@ -154,7 +154,8 @@ class Metrics:
 
         self._running = self._gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Sequences in the queue.")
-        self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
+        self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks that running sequences hold, 1 is all.")
+        self._kv_cached = self._gauge("kv_cache_cached_perc", "Share of KV blocks kept for prompts to come, 1 is all.")
         self._engine_counters = (
             self._counter("requests_submitted", "Requests that reached the engine."),
             self._counter("requests_finished", "Requests that the engine finished."),
@@ -164,6 +165,10 @@ class Metrics:
             self._counter("num_preemptions", "Times a sequence gave up its memory to another."),
             self._counter("kv_blocks_swapped_out", "KV blocks of such sequences that were moved to host memory."),
             self._counter("kv_blocks_swapped_in", "KV blocks that were brought back from there."),
+            self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+            self._counter("prefix_cache_hits", "Of these, tokens that it had."),
+            self._counter("prefix_cache_evictions", "KV blocks that it gave up for others."),
+            self._counter("prefix_cache_copies", "KV blocks copied from it for their first tokens."),
         )
         waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by what holds it up.", "reason")
         self._waits = {reason: waits.labels(model, reason or NOT_PLANNED) for reason in ("", *WAITS)}
@@ -176,8 +181,6 @@ class Metrics:
         chosen = scheduling or SchedulingSettings()
         info = self._gauges("scheduling_info", "How requests are scheduled; always 1.", *CHOICES)
         info.labels(model, *(getattr(chosen, name) for name in CHOICES)).set(1)
-        self._counter("prefix_cache_queries", "Tokens looked up in a prefix cache; there is none yet.")
-        self._counter("prefix_cache_hits", "Tokens found in a prefix cache; there is none yet.")
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens in a step.", _STEP_TOKENS)
         self._step = self._histogram("step_seconds", "Time of a step.", _STEP)
         self._engine_up = self._gauge("engine_up", "1 while the engine answers.")
@@ -253,7 +256,9 @@ class Metrics:
                 gauge.set(0)
         self._running.set(s.running)
         self._waiting.set(s.waiting)
-        self._kv.set(1 - s.free_blocks / s.total_blocks if s.total_blocks else 0.0)
+        total = s.total_blocks or 1
+        self._kv.set((s.total_blocks - s.free_blocks - s.cached_blocks) / total)
+        self._kv_cached.set(s.cached_blocks / total)
         if s.step_seconds:
             self._step.observe(s.step_seconds)
             self._step_tokens.observe(s.step_tokens)
@@ -264,7 +269,8 @@ class Metrics:
         if s.service or self._service:
             self._serve(s.service)
         counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)
-        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in)
+        cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks)
+        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache)
         if totals != self._totals:
             self._count_up(totals)
 
@@ -286,7 +292,7 @@ class Metrics:
         """The engine has come up or gone down."""
         self._engine_up.set(up)
         if not up:
-            for gauge in (self._running, self._waiting, self._kv):
+            for gauge in (self._running, self._waiting, self._kv, self._kv_cached):
                 gauge.set(0)
             self._hold_up(0, "")
             self._serve({})

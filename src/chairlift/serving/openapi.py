@@ -199,6 +199,8 @@ def describe(model: str) -> Schema:
     one_model["get"]["parameters"] = [named]
     one_request = _get("Where a request is, and why it waits", "401", "404", "429", "503")
     one_request["get"]["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    reset = {"summary": "Forget what later prompts could have shared"}
+    answers = _reply({"application/json": {"type": "object"}}, "401", "403", "429", "503")
     return {
         "openapi": "3.1.0",
         "info": {"title": "Chairlift", "version": __version__, "description": f"OpenAI-compatible API for {model}."},
@@ -215,6 +217,7 @@ def describe(model: str) -> Schema:
             "/ready": _get("Whether new requests are welcome", "503"),
             "/version": _get("Which Chairlift this is"),
             "/metrics": _get("For Prometheus", "401", "403", kind="text/plain"),
+            "/reset_prefix_cache": {"post": {**reset, "responses": answers}},
             "/openapi.json": _get("This description"),
         },
         "components": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 
@@ -13,6 +13,7 @@ from chairlift import __version__
 from chairlift.core.errors import RequestError
 from chairlift.openai.options import NAME
 from chairlift.openai.params import get
+from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
 from chairlift.serving.messages import Explained
 from chairlift.serving.openapi import describe
@@ -28,7 +29,8 @@ class Access(Enum):
 
 
 Endpoint = Callable[[Call], Awaitable[Response]]
-_QUESTIONS = 8  # about requests, of one HTTP process at once: the engine answers one between two steps
+T = TypeVar("T")
+_QUESTIONS = 8  # of one HTTP process at once: the engine explains one request between two steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,23 @@ async def request(call: Call) -> Response:
 
 
 async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
+    return await _ask(call, lambda client: client.explain(name, tenant))
+
+
+async def _ask(call: Call, question: Callable[[EngineClient], Awaitable[T | None]]) -> T:
+    """What the engine answers, in time or not at all."""
     client = call.service.client
     if client.questions >= _QUESTIONS:
-        told = f"{client.questions} questions about requests wait for the engine: ask again in a moment"
+        told = f"{client.questions} questions wait for the engine: ask again in a moment"
         raise Failure(told, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
-    if client.trouble is None and (found := await client.explain(name, tenant)) is not None:
+    if client.trouble is None and (found := await question(client)) is not None:
         return found
     raise unavailable(client.trouble or "the engine did not say in time: it is in a long step", 2.0)
+
+
+async def reset_prefix_cache(call: Call) -> Response:
+    """Forget what later prompts could have shared; those under way keep what they have."""
+    return json_response({"blocks": await _ask(call, EngineClient.reset_prefix_cache)})
 
 
 async def embeddings(call: Call) -> Response:
@@ -188,4 +200,5 @@ ROUTES = (
     Route("GET", "/version", Access.OPEN, version),
     Route("GET", "/openapi.json", Access.OPEN, openapi),
     Route("GET", "/metrics", Access.ADMIN, metrics),
+    Route("POST", "/reset_prefix_cache", Access.ADMIN, reset_prefix_cache),
 )

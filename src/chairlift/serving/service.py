@@ -121,7 +121,8 @@ class Call:
     def _terms(self, options: Options, endpoint: str) -> Terms:
         tenant = self.tenant or Tenant("")
         ttft = tenant.ttft if options.ttft is None else options.ttft
-        return Terms(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft)
+        salt = salt_of(tenant.name, options.cache_salt)
+        return Terms(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft, salt)
 
     def _admit(self, asked: list[Asked]) -> list[Ticket]:
         service, prompts = self.service, [len(each.prompt) for each in asked]
@@ -233,6 +234,15 @@ class EventStream(Response):
             if self._options.no_output:
                 used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
             yield sse(self._chunks.usage(used))
+
+
+def salt_of(tenant: str, cache_salt: str | None) -> str:
+    """Whose prefixes a request may share: a tenant's name has no slash, so that no cache_salt leads to another's.
+
+    >>> salt_of("alice", "mine"), salt_of("", None)
+    ('alice/mine', '')
+    """
+    return f"{tenant}/{cache_salt or ''}" if tenant or cache_salt else ""
 
 
 async def until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
