@@ -157,6 +157,8 @@ def test_what_beams_cannot_do_is_refused_by_name(folder: Path) -> None:
         SamplingParams(n=2, best_of=1)
     with pytest.raises(RequestError, match="early_stopping is 'soon': use True, False or 'never'"):
         SamplingParams(use_beam_search=True, early_stopping="soon")
+    with pytest.raises(RequestError, match="length_penalty is 100, out of range"):
+        SamplingParams(use_beam_search=True, length_penalty=100)
     llm = LLM(str(folder), progress=False, max_length=160, kv_tokens=320)
     with pytest.raises(RequestError, match="5 beams of up to 140 tokens may take 45 KV blocks and there are 20"):
         llm.generate([[1] * 40], params_of(width=5, count=100, eos=None))

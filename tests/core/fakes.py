@@ -93,13 +93,17 @@ class FakeExecutor:
     written. A complaint is a pytest failure, which the engine, unlike an error of the executor, does not survive.
     """
 
-    def __init__(self, seats: int, blocks: int, block_size: int, max_length: int, host_blocks: int = 0) -> None:
+    def __init__(
+        self, seats: int, blocks: int, block_size: int, max_length: int, host_blocks: int = 0, disk_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.max_length = max_length
         self.rows = [Row() for _ in range(seats)]
         self.cache = [_GARBAGE] * (blocks * block_size)  # one mark a slot
         self.host = [[_GARBAGE] * block_size for _ in range(host_blocks)]
+        self.disk = [[_GARBAGE] * block_size for _ in range(disk_blocks)]
         self.swapped = 0
+        self.spilled = 0
         self.copied = 0
         self.breaks_at_submit = False
         self.breaks_at_collect = False
@@ -131,8 +135,14 @@ class FakeExecutor:
         """Take in who sat down and whose table changed, and copy blocks: all are read before any is written."""
         leaving = [self._read_block(source) for source, _ in plan.saved]
         returning = {target: self.host[source] for source, target in plan.restored}
-        for (_, target), marks in zip(plan.saved, leaving, strict=True):
-            self.host[target] = marks
+        returning |= {target: self.disk[source] for source, target in plan.loaded}
+        spilling = [self.host[source] for source, _ in plan.spilled]
+        for pairs, read_from, shelf in ((plan.spilled, spilling, self.disk), (plan.saved, leaving, self.host)):
+            if len({target for _, target in pairs}) != len(pairs):
+                complain(f"two blocks are moved to one: {pairs}")
+            for (_, target), marks in zip(pairs, read_from, strict=True):
+                shelf[target] = marks
+        self.spilled += len(plan.loaded)
         self.swapped += len(returning)
         # Nothing is copied that came back in the same step: whoever shares a block has been here before.
         read = [self._read_block(source) for source, _ in plan.copies]
@@ -204,7 +214,7 @@ class FakeExecutor:
 
     def _leave_garbage(self, plan: StepPlan) -> None:
         """A pass that broke half-way: everything it would have written may hold anything."""
-        self._spoil([target for _, target in (*plan.copies, *plan.restored)])
+        self._spoil([target for _, target in (*plan.copies, *plan.restored, *plan.loaded)])
         for sequence in (*plan.placed, *plan.grown, *(piece.sequence for piece in plan.slices)):
             self.rows[sequence.row] = Row()
         for sequence, start, count in plan.slices:

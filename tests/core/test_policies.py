@@ -37,7 +37,8 @@ def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
     prefill = draw(st.sampled_from(tuple(PREFILL_MODES)))
     if prefill == "whole":
         shape = replace(shape, step_tokens=shape.max_length + shape.seats)
-    shape = replace(shape, host_blocks=draw(st.integers(0, shape.blocks)))
+    host = draw(st.integers(0, shape.blocks))
+    shape = replace(shape, host_blocks=host, disk_blocks=draw(st.sampled_from((0, 9))) if host else 0)
     return shape, SchedulingSettings(
         policy=policy,
         batching=draw(st.sampled_from(("continuous", *GATES))),

@@ -48,6 +48,7 @@ class Shape:
     overlap: bool
     host_blocks: int = 0
     caches: bool = False
+    disk_blocks: int = 0
 
     def turns(self, prompt: int, limit: int) -> int:
         """D: how many plans a sequence can be the oldest for."""
@@ -163,10 +164,13 @@ class World:
         host = BlockPool(shape.host_blocks, shape.block_size)
         pool = BlockPool(shape.blocks, shape.block_size)
         chosen = settings or SchedulingSettings()
-        cache = PrefixCache(pool) if shape.caches else None
+        disk = BlockPool(shape.disk_blocks, shape.block_size)
+        cache = PrefixCache(pool, (host, disk), Cost()) if shape.caches else None
         self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
         self.scheduler.is_fcfs = settings is None
-        self.executor = FakeExecutor(shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks)
+        self.executor = FakeExecutor(
+            shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks, shape.disk_blocks
+        )
         self.clock = ManualClock()
         self.engine = Engine(self.scheduler, self.executor, self.clock, overlap=shape.overlap)
         self.live: dict[str, Record] = {}

@@ -39,8 +39,8 @@ def test_queries_and_keys_are_turned_and_stored_as_the_reference_does_it(
     assert torch.equal(x[:, 9:], qkv[:, 9:]), "values are stored as they are"
     assert torch.allclose(cache.data, expected_cache.data, atol=1e-5)
     slots = places[1]
-    assert torch.equal(cache.keys(1)[slots // 16, :, :, slots % 16], x[:, 6:9])
-    assert torch.equal(cache.values(1)[slots // 16, :, slots % 16], x[:, 9:])
+    assert torch.equal(cache.stored_keys(1)[slots // 16, :, :, slots % 16], x[:, 6:9])
+    assert torch.equal(cache.stored_values(1)[slots // 16, :, slots % 16], x[:, 9:])
     assert not cache.data[0].any(), "another layer's blocks are left alone"
 
 

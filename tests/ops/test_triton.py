@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from chairlift.ops import attention_cuda, fused_cuda
 from chairlift.ops.attention import paged_attention_reference
 from chairlift.ops.batch import Batch, HostBatch
-from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_cache import KvCache, write_kv_reference
+from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.linear import silu_mul_reference
 from chairlift.ops.norm import rms_norm_reference
 from chairlift.ops.rotate import rotate_and_store_reference
@@ -67,6 +68,66 @@ def test_attention_matches(
     assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
 
 
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 96), (4, 1, 256)])
+def test_other_head_sizes_match(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    batch, blocks = make_batch([(40, 1), (9, 20)], 16)
+    cache = KvCache(2, blocks, kv_heads, dim, 16, torch.float32, DEVICE, compiled=False)
+    cache.data.normal_()
+    qkv = torch.randn(21, heads + 2 * kv_heads, dim, device=DEVICE)
+    got = attention_cuda.attend(qkv, heads, cache, 1, batch, window)
+    assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
+
+
+def make_narrow(blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KvCache:
+    """A cache of 8 bits in which every token has numbers of its own size."""
+    cache = KvCache(2, blocks, kv_heads, dim, 16, dtype, DEVICE, compiled=False)
+    slots, nothing = np.arange(blocks * 16), np.empty(0, np.int32)
+    batch = Batch.on(DEVICE, HostBatch(slots, slots, nothing, nothing, nothing))
+    numbers = torch.randn(blocks * 16, 2 * kv_heads, dim, device=DEVICE)
+    write_kv_reference(cache, 1, numbers * 2 ** torch.randn(blocks * 16, 1, 1, device=DEVICE), batch)
+    return cache
+
+
+@pytest.mark.parametrize("pieces", [PIECES["decodes"], [(60, 1), (0, 33), (31, 9)]], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"),
+    [(9, 3, 64, 0), (9, 3, 64, 20), (2, 2, 80, 20), (4, 2, 96, 0), (4, 1, 128, 20), (2, 1, 256, 0)],
+)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+def test_attention_over_8_bits_matches(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    pieces: list[tuple[int, int]],
+    window: int,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    if DEVICE.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float16 and (dim, window) != (64, 0))):
+        pytest.skip("the interpreter computes in NumPy, which has no bfloat16 and is slow with float16")
+    batch, blocks = make_batch(pieces, 16)
+    cache = make_narrow(blocks, kv_heads, dim, kv_dtype)
+    qkv = torch.randn(batch.positions.shape[0], heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    got = attention_cuda.attend(qkv, heads, cache, 1, batch, window)
+    assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())
+def test_triton_uses_the_scale_of_every_token(kv_dtype: torch.dtype) -> None:
+    batch, blocks = make_batch([(50, 1), (3, 5)], 16)
+    cache = make_narrow(blocks, 2, 64, kv_dtype)
+    qkv = torch.randn(6, 8, 64, device=DEVICE)
+    before = attention_cuda.attend(qkv, 4, cache, 1, batch, 0)
+    assert cache.scales is not None
+    cache.scales[:, :, 1] *= 2
+    assert torch.equal(attention_cuda.attend(qkv, 4, cache, 1, batch, 0), 2 * before)
+    cache.scales[:, :, 0] *= 2
+    qkv /= 2
+    assert close(attention_cuda.attend(qkv, 4, cache, 1, batch, 0), 2 * before)
+
+
 @pytest.mark.parametrize("window", [0, 300])
 def test_long_contexts_are_split_and_joined(window: int) -> None:
     batch, blocks = make_batch([(1500, 1), (40, 1), (700, 1)], 16)
@@ -92,6 +153,20 @@ def test_queries_and_keys_are_turned_and_stored(dim: int, normed: bool) -> None:
         results.append((x, cache.data))
     for got, expected in zip(*results, strict=True):
         assert close(got, expected)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())
+@pytest.mark.parametrize("dim", [64, 80])
+def test_codes_and_scales_are_the_bytes_of_the_reference(dim: int, kv_dtype: torch.dtype) -> None:
+    batch, blocks = make_batch([(10, 1), (14, 7)], 16)
+    qkv = torch.randn(8, 2 + 2 + 2, dim, device=DEVICE) * 10 ** torch.linspace(-3, 3, 8, device=DEVICE).view(-1, 1, 1)
+    qkv[3] = 0
+    # No rotation: its last bit may differ, and with it a code.
+    still = torch.ones(200, dim // 2, device=DEVICE), torch.zeros(200, dim // 2, device=DEVICE)
+    caches = [KvCache(2, blocks, 2, dim, 16, kv_dtype, DEVICE, compiled=False) for _ in range(2)]
+    for op, cache in zip((fused_cuda.rotate_and_store, rotate_and_store_reference), caches, strict=True):
+        op(qkv.clone(), cache, 1, batch, still, None, 1e-6)
+    assert torch.equal(caches[0].data, caches[1].data)
 
 
 @pytest.mark.parametrize("size", [64, 576, 1000])

@@ -15,16 +15,29 @@ from chairlift.core.request import FinishReason, Request, Sequence
 
 
 class Beam(NamedTuple):
-    """A way through the answers: its score so far, and its tokens with their log-probabilities."""
+    """A way through the answers: its score so far, its last token, and the way before."""
 
     score: float
     parent: Sequence
-    trail: tuple[TokenLogprobs, ...]
+    length: int = 0
+    last: TokenLogprobs | None = None
+    before: Beam | None = None
 
     @property
     def token(self) -> int:
         """The last of its tokens."""
-        return self.trail[-1].token
+        assert self.last is not None, "nothing has been chosen yet"
+        return self.last.token
+
+    @property
+    def trail(self) -> list[TokenLogprobs]:
+        """All its tokens, with their log-probabilities."""
+        beam: Beam | None = self
+        found = []
+        while beam is not None and beam.last is not None:
+            found.append(beam.last)
+            beam = beam.before
+        return found[::-1]
 
 
 class Beams:
@@ -42,7 +55,7 @@ class Beams:
     def offer(self, sequence: Sequence, scored: TokenLogprobs) -> bool:
         """A member's likeliest next tokens; whether all have offered theirs."""
         if not self._beams:
-            self._beams[self.members[0]] = Beam(0.0, self.members[0], ())
+            self._beams[self.members[0]] = Beam(0.0, self.members[0])
         before = self._beams.get(sequence)
         self._offers[sequence] = [] if before is None else _continued(before, sequence, scored)
         return len(self._offers) == len(self.members)
@@ -56,7 +69,7 @@ class Beams:
         width = self._params.width
         offers = sorted((beam for each in self._offers.values() for beam in each), key=itemgetter(0), reverse=True)
         self._offers.clear()
-        length = len(offers[0].trail)
+        length = offers[0].length
         going: list[Beam] = []
         is_full = len(self.finished) == width
         for rank, beam in enumerate(offers[: self.alternatives * width]):
@@ -77,10 +90,11 @@ class Beams:
         events: list[Event] = []
         for rank, (member, beam) in enumerate(zip(self.members[: self._params.n], self.finished, strict=False)):
             member.index = rank
-            member.tokens[member.prompt_length :] = (entry.token for entry in beam.trail)
-            events += (Event(member, entry.token, logprobs=entry) for entry in beam.trail[:-1])
+            trail = beam.trail
+            member.tokens[member.prompt_length :] = (entry.token for entry in trail)
+            events += (Event(member, entry.token, logprobs=entry) for entry in trail[:-1])
             reason = FinishReason.STOP if beam.token in self._stops else FinishReason.LENGTH
-            events.append(Event(member, beam.token, reason, beam.trail[-1]))
+            events.append(Event(member, beam.token, reason, trail[-1]))
         return events
 
     @property
@@ -107,7 +121,9 @@ def _continued(before: Beam, sequence: Sequence, scored: TokenLogprobs) -> list[
         Beam(
             before.score + logprob,
             sequence,
-            (*before.trail, TokenLogprobs(token, logprob, rank, scored.top)),
+            before.length + 1,
+            TokenLogprobs(token, logprob, rank, scored.top),
+            before,
         )
         for rank, (token, logprob) in enumerate(scored.top, 1)
     ]

@@ -124,6 +124,19 @@ class BlockPool:
         """When nobody holds it any more, let it be cached instead of free."""
         self._is_kept[block] = True
 
+    def stow(self) -> int:
+        """A block whose content is kept though nobody holds it: the last to go."""
+        block = self._take()
+        self._holders[block] = 0
+        self._is_kept[block] = True
+        self._cached[block] = None
+        return block
+
+    def touch(self, block: int) -> None:
+        """If it is cached, it is the last to go from now on."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
     def forget(self, block: int) -> None:
         """What is in it is of no use any more."""
         self._is_kept[block] = False

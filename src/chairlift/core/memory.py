@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from chairlift.core.beams import Beam
-from chairlift.core.blocks import BlockPool
+from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.errors import RequestError
 from chairlift.core.plan import StepPlan
 from chairlift.core.preemption import Preemption, Recompute
-from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.prefix_cache import HOST, Node, PrefixCache, packed
 from chairlift.core.request import NEVER, Phase, Request, Sequence
 from chairlift.core.watermark import Watermark
 
@@ -45,7 +45,7 @@ class Memory:
         """Blocks that a waiting sequence takes with its seat, of those that can be had."""
         path = self._find(sequence)
         shared = len(path)
-        while shared and not self.pool.is_held(path[shared - 1].block):
+        while shared and not ((block := path[shared - 1].block) >= 0 and self.pool.is_held(block)):
             shared -= 1  # nobody has it yet, so it is one less for others
         return self.pool.blocks_for(self._claim(sequence)) - shared
 
@@ -75,11 +75,16 @@ class Memory:
     def seat(self, step: StepPlan, sequence: Sequence) -> None:
         """All blocks of what is known at once: a prompt under way never has to wait for memory."""
         path = self._find(sequence)
+        if self.prefix_cache is not None and self.prefix_cache.shelves:
+            self.prefix_cache.drop_unsound(path)
         if sequence.saved.blocks and path:
             self.preemption.forget(sequence)
-        self.pool.share(sequence.table, [node.block for node in path])
+        here = [node.block for node in path if node.block >= 0]
+        self.pool.share(sequence.table, here)
         source, common = self._begin(sequence, path)
+        held = self._hold_shelved(path)
         self.pool.grow(sequence.table, self._claim(sequence))
+        self._bring_back(step, path, sequence, held)
         if sequence.saved.blocks:
             step.restored += self.preemption.come_back(sequence)
             return
@@ -131,6 +136,17 @@ class Memory:
         else:
             self.preemption.forget(sequence)
 
+    def finish(self, step: StepPlan) -> None:
+        """A plan is made: what must move for it."""
+        cache = self.prefix_cache
+        for source, shelf, slot, node in cache.leaving if cache is not None else ():
+            (step.saved if shelf == HOST else step.spilled).append((source, slot))
+            step.fresh.append(node)
+        if cache is not None:
+            cache.leaving = []
+        if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
+            self.disown(step, ())
+
     def drop_saved(self, step: StepPlan) -> None:
         """What the plan wanted to save was not, or may not have been."""
         for sequence in step.preempted:
@@ -181,6 +197,8 @@ class Memory:
         self.preemption.check(waiting)
         if self.prefix_cache is not None:
             self.prefix_cache.check()
+            for number, shelf in enumerate(self.prefix_cache.shelves):
+                shelf.check(sequence.saved for sequence in waiting if number == HOST)
             for sequence in running:
                 self._check_path(sequence)
 
@@ -206,7 +224,10 @@ class Memory:
             prefix.key = packed(tokens)
         # Not the last token: to have its successor, it must be computed.
         self.prefix_cache.match(prefix.path, sequence.request.salt, prefix.key, (len(tokens) - 1) // size)
-        return prefix.path if len(prefix.path) * size > sequence.computed else []  # unless more of it was saved
+        path = prefix.path
+        if self.prefix_cache.shelves:
+            path = path[: self.prefix_cache.weigh(path)]
+        return path if len(path) * size > sequence.computed else []  # unless more of it was saved
 
     def _begin(self, sequence: Sequence, path: list[Node]) -> tuple[int, int]:
         """It sits down behind `path`; a block that begins with its next tokens, and with how many, if copying pays."""
@@ -223,6 +244,25 @@ class Memory:
             return -1, 0
         block, common = self.prefix_cache.match_part(path, salt, rest)
         return (block, common) if common * _PART >= size else (-1, 0)
+
+    def _hold_shelved(self, path: list[Node]) -> list[BlockTable]:
+        """See to it that what is to come back is not dropped to make room for what leaves."""
+        shelves = [] if self.prefix_cache is None else self.prefix_cache.shelves
+        held = [BlockTable() for _ in shelves]
+        for node in path:
+            if node.block < 0:
+                shelves[node.shelf].share(held[node.shelf], [node.slot])
+        return held
+
+    def _bring_back(self, step: StepPlan, path: list[Node], sequence: Sequence, held: list[BlockTable]) -> None:
+        cache = self.prefix_cache
+        if cache is None or all(node.block >= 0 for node in path):
+            return
+        step.fresh += (node for node in path if node.block < 0)
+        for number, slot, block in cache.bring_back(path, sequence.table):
+            (step.restored if number == HOST else step.loaded).append((slot, block))
+        for shelf, table in zip(cache.shelves, held, strict=True):
+            shelf.release(table)
 
     def _claim(self, sequence: Sequence) -> int:
         """Tokens it must have room for: what is known, or all it can become if it has yielded too often.

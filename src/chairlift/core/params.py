@@ -104,7 +104,7 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, not True or False")
 
     def _check_beams(self) -> None:
-        _number("length_penalty", self.length_penalty, -100.0, 100.0, "use a number around 1; 0 ignores the length")
+        _number("length_penalty", self.length_penalty, -10.0, 10.0, "use a number around 1; 0 ignores the length")
         if self.early_stopping not in (True, False, "never"):
             raise RequestError(f"early_stopping is {self.early_stopping!r}: use True, False or 'never'")
         if not self.use_beam_search:
@@ -119,8 +119,8 @@ class SamplingParams:
         }
         if refused := [name for name, value in wanted.items() if value]:
             raise RequestError(
-                f"beam search goes by the model's own probabilities and has no use for {', '.join(refused)}: "
-                "leave that out, or use_beam_search"
+                f"use_beam_search goes by the model's own probabilities and has no use for {', '.join(refused)}: "
+                "leave one of them out"
             )
 
     @property

@@ -34,10 +34,12 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     # Blocks to move to host memory and back before the pass: here, too, all are read before any is written, and those
-    # that leave are read before anything is written at all.
+    # that leave are read before anything is written at all. The same between host memory and a file, and from there.
     saved: list[tuple[int, int]] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
-    # Blocks that this pass fills and that others can find already: those planned after it read what it has written.
+    spilled: list[tuple[int, int]] = field(default_factory=list)
+    loaded: list[tuple[int, int]] = field(default_factory=list)
+    # Blocks that this pass fills or moves and that others can find: those planned after it read what it has written.
     fresh: list[Node] = field(default_factory=list)
 
     def __bool__(self) -> bool:

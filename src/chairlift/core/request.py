@@ -57,7 +57,7 @@ class Request:
         """With how many alternatives each token's log-probability must be known; None: not at all."""
         params = self.params
         if params.use_beam_search:
-            return params.width * (1 + max(1, len(self.stop_ids)))
+            return max(params.logprobs or 0, params.width * (1 + max(1, len(self.stop_ids))))
         return 0 if params.logprobs is None and params.width > params.n else params.logprobs
 
     @property

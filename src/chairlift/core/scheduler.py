@@ -145,8 +145,7 @@ class Scheduler:
         self.memory.watermark.learn(len(step.preempted) > made_way)
         step.placed += (each for each in self._moved if each.phase is Phase.RUNNING and each not in step.placed)
         self._moved.clear()
-        if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
-            self.memory.drop_saved(step)
+        self.memory.finish(step)
         return step
 
     def pause(self, now: float) -> float:

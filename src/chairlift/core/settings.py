@@ -59,8 +59,8 @@ class CacheSettings:
     )
     kv_dtype: str = option(
         "auto",
-        "What keys and values are kept as: the model's dtype, or 8 bits with a scale per token and head; change it when "
-        "memory bounds the batch or the context: int8 and fp8 hold twice the tokens of 16 bits, a little less exactly.",
+        "What keys and values are kept as: the model's dtype, or 8 bits with a scale per token and head; change it "
+        "when memory bounds the batch or the context: 8 bits hold twice the tokens of 16, a little less exactly.",
         ("auto", "int8", "fp8"),
     )
     memory_share: float | None = option(
@@ -73,8 +73,14 @@ class CacheSettings:
     )
     host_tokens: int | None = option(
         None,
-        "Tokens of sequences that have yielded, kept in host memory by swap and auto preemption (default: as many as "
-        "the KV cache holds, within a quarter of free RAM); raise it when they do not fit.",
+        "Tokens kept in host memory: cached ones that had to make room, and those of sequences that swap has preempted "
+        "(default: on a GPU, or with swap, within a quarter of free RAM); raise it when what returns was gone.",
+    )
+    disk_cache: str | None = option(
+        None, "A folder on a fast disk for cached tokens that host memory has no room for; set it for long sessions."
+    )
+    disk_tokens: int | None = option(
+        None, "Tokens that go to disk_cache (default: four times those in host memory); set it to bound the file."
     )
 
 
@@ -184,6 +190,7 @@ class Settings:
             (self.scheduling, "max_sequences"),
             (self.scheduling, "step_tokens"),
             (self.cache, "host_tokens"),
+            (self.cache, "disk_tokens"),
         ):
             value = getattr(group, name)
             if value is not None and value < 1:

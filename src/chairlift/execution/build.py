@@ -25,7 +25,7 @@ from chairlift.execution.calibrate import calibrate
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity
 from chairlift.execution.dry_run import dry_run
 from chairlift.execution.executor import TorchExecutor
-from chairlift.execution.swap import HostBlocks
+from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig, read_config
 from chairlift.models.decoder import Decoder
@@ -33,9 +33,11 @@ from chairlift.models.loader import RandomTensors, load_decoder, tensor_shapes
 from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import resolve
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_quant import KV_DTYPES
 
 console = Console(stderr=True)
 _TRIED = 16  # tokens of the step that is timed
+_PINNED = 4 << 30  # bytes of host memory that take about a second to reserve for a GPU
 
 
 class WallClock:
@@ -93,7 +95,8 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     config, device, decoder = loaded.config, loaded.device, loaded.decoder
     limits = choose_limits(config, settings, device)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
-    capacity = plan_capacity(decoder, limits, settings.cache.block_size, settings.cache.kv_tokens, share)
+    kv_dtype = KV_DTYPES.get(settings.cache.kv_dtype, config.dtype)
+    capacity = plan_capacity(decoder, limits, settings.cache.block_size, kv_dtype, settings.cache.kv_tokens, share)
     spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
     cache = KvCache(
         config.layers,
@@ -101,24 +104,29 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         config.kv_heads,
         config.head_dim,
         capacity.block_size,
-        config.dtype,
+        kv_dtype,
         device,
+        compiled=decoder.is_compiled,
     )
     slowest = 0.0
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
-            dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size)
+            dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         start = time.monotonic()
-        dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size)
+        dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / _TRIED
     scheduling = settings.scheduling
-    cost = calibrate(decoder, cache) if reads_cost(scheduling) else Cost()
-    host = choose_host_blocks(settings, capacity)
-    pool = BlockPool(capacity.blocks, capacity.block_size)
-    known = PrefixCache(pool) if settings.cache.prefix_cache else None
-    scheduler = assemble_scheduler(scheduling, limits, pool, BlockPool(host, capacity.block_size), cost, known)
+    host_blocks, disk_blocks = choose_shelves(settings, capacity, device)
+    cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
+    pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
+    disk = None
+    known = PrefixCache(pool, (host, shelf), cost) if settings.cache.prefix_cache else None
+    if known is not None and disk_blocks:
+        disk = DiskBlocks(Path(settings.cache.disk_cache or ""), disk_blocks, capacity.block_bytes)
+        known.is_sound = disk.is_sound
+    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
-    executor = TorchExecutor(decoder, cache, limits, HostBlocks(cache, host) if host else None)
+    executor = TorchExecutor(decoder, cache, limits, HostBlocks(cache, host_blocks, disk) if host_blocks else None)
     if device.type == "cuda":
         with console.status("recording decode steps") if progress else nullcontext():
             executor.use_graphs(capacity.blocks).record()
@@ -157,14 +165,20 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     return Limits(sequences, step_tokens, length, config.vocab_size)
 
 
-def choose_host_blocks(settings: Settings, capacity: Capacity) -> int:
-    """Blocks of host memory for those who yield; none where they are computed again."""
-    if settings.scheduling.preemption == "recompute":
-        return 0
-    if settings.cache.host_tokens is not None:
-        return -(-settings.cache.host_tokens // capacity.block_size)
-    affordable = available_memory() // 4 // (capacity.bytes_per_token * capacity.block_size)
-    return min(capacity.blocks, affordable)
+def choose_shelves(settings: Settings, capacity: Capacity, device: torch.device) -> tuple[int, int]:
+    """Blocks of host memory and of a file for what has to make room on the device; none where nothing goes there."""
+    chosen, size = settings.cache, capacity.block_size
+    if chosen.host_tokens is not None:
+        host = -(-chosen.host_tokens // size)
+    elif settings.scheduling.preemption != "recompute" or chosen.disk_cache is not None:
+        host = min(capacity.blocks, max(1, available_memory() // 4 // capacity.block_bytes))
+    elif chosen.prefix_cache and device.type == "cuda":
+        host = min(available_memory() // 4, _PINNED) // capacity.block_bytes
+    else:  # on a CPU the KV cache is host memory itself
+        host = 0
+    if chosen.disk_cache is None:
+        return host, 0
+    return host, 4 * host if chosen.disk_tokens is None else -(-chosen.disk_tokens // size)
 
 
 def config_alone(model: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _MOVED = 8  # blocks
 
 def calibrate(decoder: Decoder, cache: KvCache, tokens: int = _MANY) -> Cost:
     """Time a step of one token and one of many, and a copy of a few blocks; kernels must have been compiled."""
-    one, many = (_seconds(decoder, count, cache.block_size) for count in (1, tokens))
+    one, many = (_seconds(decoder, count, cache) for count in (1, tokens))
     config = decoder.config
     token = many / tokens
     # Attention's share follows from the arithmetic: a pair costs 4 operations an element, a token 2 a weight.
@@ -33,12 +33,12 @@ def _weights(config: ModelConfig) -> int:
     return sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
 
 
-def _seconds(decoder: Decoder, tokens: int, block_size: int) -> float:
+def _seconds(decoder: Decoder, tokens: int, cache: KvCache) -> float:
     took = []
     for _ in range(2):
         _synchronize(decoder.device)
         start = time.monotonic()
-        dry_run(decoder, tokens=tokens, samples=1, block_size=block_size)
+        dry_run(decoder, tokens=tokens, samples=1, block_size=cache.block_size, kv_dtype=cache.dtype)
         _synchronize(decoder.device)
         took.append(time.monotonic() - start)
     return min(took)

@@ -13,6 +13,7 @@ from chairlift.core.limits import Limits
 from chairlift.execution.dry_run import dry_run
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
+from chairlift.ops.kv_cache import bytes_per_token
 
 _MIB = 1 << 20
 
@@ -31,6 +32,11 @@ class Capacity:
         """How many tokens fit."""
         return self.blocks * self.block_size
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, in all layers."""
+        return self.block_size * self.bytes_per_token
+
     def __str__(self) -> str:
         full = self.tokens // self.max_length
         size = self.tokens * self.bytes_per_token / _MIB
@@ -38,14 +44,14 @@ class Capacity:
 
 
 def plan_capacity(
-    decoder: Decoder, limits: Limits, block_size: int, kv_tokens: int | None, memory_share: float
+    decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
 ) -> Capacity:
     """Blocks for `kv_tokens`, or for the memory that is left; an error with a remedy if one request can't fit."""
     config = decoder.config
-    per_token = config.kv_bytes_per_token
+    per_token = bytes_per_token(config.layers, config.kv_heads, config.head_dim, kv_dtype)
     # No more than this could ever be held, but for a few blocks that admission leaves free.
     useful = limits.max_sequences * -(-limits.max_length // block_size) * 102 // 100 + 1
-    free = _free_bytes(decoder, limits, block_size, memory_share)
+    free = _free_bytes(decoder, limits, block_size, kv_dtype, memory_share)
     if kv_tokens is not None:
         blocks = -(-kv_tokens // block_size)
         if blocks * block_size * per_token > free:
@@ -65,13 +71,13 @@ def plan_capacity(
     return capacity
 
 
-def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, memory_share: float) -> int:
+def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, memory_share: float) -> int:
     """Bytes that the cache may take once the largest step has what it needs."""
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_sequences, block_size)
+        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_sequences, block_size, kv_dtype)
         torch.cuda.synchronize(decoder.device)
         peak = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()

@@ -12,11 +12,20 @@ from chairlift.ops.kv_cache import KvCache
 
 
 @torch.inference_mode()
-def dry_run(decoder: Decoder, tokens: int, samples: int, block_size: int) -> None:
-    """One prompt of so many tokens over a scratch cache, and so many rows sampled."""
+def dry_run(decoder: Decoder, tokens: int, samples: int, block_size: int, kv_dtype: torch.dtype | None = None) -> None:
+    """One prompt of so many tokens over a scratch cache, in the model's own dtype by default; so many rows sampled."""
     config, device = decoder.config, decoder.device
     blocks = -(-tokens // block_size)
-    cache = KvCache(config.layers, blocks, config.kv_heads, config.head_dim, block_size, config.dtype, device)
+    cache = KvCache(
+        config.layers,
+        blocks,
+        config.kv_heads,
+        config.head_dim,
+        block_size,
+        kv_dtype or config.dtype,
+        device,
+        compiled=decoder.is_compiled,
+    )
     host = HostBatch(
         positions=np.arange(tokens),
         slots=np.arange(tokens),

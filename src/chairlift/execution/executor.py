@@ -67,6 +67,7 @@ class TorchExecutor:
     def use_graphs(self, scratch_block: int) -> DecodeGraphs:
         """Run decode steps as recorded ones; the block is one that no sequence ever gets."""
         limits = self._limits
+        self._sampler.warm_up(self._decoder.config.vocab_size, self._decoder.config.dtype)
         self._rows.keep_tables_on_device(scratch_block)
         self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences, limits.max_length)
         return self._graphs
@@ -74,9 +75,9 @@ class TorchExecutor:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
         """Start one forward pass."""
-        if plan.saved or plan.restored:
+        if plan.saved or plan.restored or plan.spilled or plan.loaded:
             assert self._host is not None, "a plan that swaps needs host memory"
-            self._host.move(plan.saved, plan.copies, plan.restored)
+            self._host.move(plan)
         elif plan.copies:
             self._cache.copy(plan.copies)
         self._rows.update(plan)
@@ -94,19 +95,20 @@ class TorchExecutor:
         rows = np.array([sequence.row for sequence in plan.samples])
         positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
         scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.scored is not None]
-        raw = logits[scored].clone() if scored else logits  # what the model said, before penalties and temperature
+        which = self._send(scored) if scored else None
+        raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
         tokens = self._sampler.sample(logits, rows, positions)
         self._rows.put(rows, positions, tokens)
         scores = None
-        if scored:
+        if which is not None:
             counts = [plan.samples[i].request.scored or 0 for i in scored]
-            scores = scored, counts, self._score(raw, tokens[scored], max(counts))
+            scores = scored, counts, self._score(raw, tokens[which], max(counts))
         return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
 
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[tuple[Sequence, int, int, Scores]]]:
         """The hidden states of what is sampled, and the prompts' scores that were asked for."""
         inputs, batch = self._rows.gather(plan)
-        wanted = torch.tensor(plan.sampled_at, dtype=torch.int64, device=self._device)
+        wanted = self._send(plan.sampled_at)
         if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
             everything = self._decoder.forward(inputs, batch, self._cache, None)
             return everything[wanted], self._score_prompts(plan.slices, everything)
@@ -146,7 +148,11 @@ class TorchExecutor:
         return found
 
     def _score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Scores:
-        return Scores(tokens, *score(logits, tokens, min(top, logits.shape[-1])))
+        return Scores(tokens, *score(logits.float(), tokens, min(top, logits.shape[-1])))
+
+    def _send(self, indices: list[int]) -> torch.Tensor:
+        """Indices on the device; `torch.tensor` there would wait for all that it is doing."""
+        return torch.tensor(indices, dtype=torch.int64).to(self._device, non_blocking=True)
 
     def _record(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":

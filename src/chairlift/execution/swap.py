@@ -1,36 +1,61 @@
-"""Swap: KV blocks in host memory, and the way there and back."""
+"""Swap: KV blocks in host memory and in a file, and the way there and back."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
 import torch
 
+from chairlift.core.errors import SettingsError
+from chairlift.core.plan import StepPlan
 from chairlift.ops.kv_cache import KvCache
 
 Pairs = list[tuple[int, int]]
 
 
 class HostBlocks:
-    """Blocks of sequences that have yielded. A block lies in one piece, all layers together: one copy moves it."""
+    """Blocks that had to make room. A block lies in one piece, all layers together: one copy moves it."""
 
-    def __init__(self, cache: KvCache, blocks: int) -> None:
+    def __init__(self, cache: KvCache, blocks: int, disk: DiskBlocks | None = None) -> None:
         layers, _, *rest = cache.data.shape
         self._cache = cache
+        self._disk = disk
         self._stream = torch.cuda.Stream(cache.data.device) if cache.data.is_cuda else None  # type: ignore[no-untyped-call]
         self._data = torch.empty(blocks, layers, *rest, dtype=cache.data.dtype, pin_memory=cache.data.is_cuda)
 
-    def move(self, saved: Pairs, copies: Pairs, restored: Pairs) -> None:
-        """Blocks to the host, on the device, and from the host to the device; all are read before any is written."""
+    def move(self, plan: StepPlan) -> None:
+        """All that a plan moves, on the device too; everything is read before anything is written in its place."""
+        device = self._cache.data.device
+        loaded = self._turn_over(plan.spilled, plan.loaded) if plan.spilled or plan.loaded else None
         if self._stream is None:
-            returning = self._data[[source for source, _ in restored]]
-            if saved:
-                self._data[[target for _, target in saved]] = self._gather(saved)
+            returning = self._data[[source for source, _ in plan.restored]]
+            if plan.saved:
+                self._data[[target for _, target in plan.saved]] = self._gather(plan.saved)
         else:
-            returning = self._travel(saved, restored)
-        if copies:
-            self._cache.copy(copies)
-        if restored:
-            targets = torch.tensor([target for _, target in restored], device=self._cache.data.device)
-            self._cache.data[:, targets] = returning.transpose(0, 1)
+            returning = self._travel(plan.saved, plan.restored)
+        if plan.copies:
+            self._cache.copy(plan.copies)
+        for pairs, blocks in ((plan.restored, returning), (plan.loaded, loaded)):
+            if pairs and blocks is not None:
+                targets = torch.tensor([target for _, target in pairs], device=device)
+                self._cache.data[:, targets] = blocks.to(device).transpose(0, 1)
+
+    def _turn_over(self, spilled: Pairs, loaded: Pairs) -> torch.Tensor | None:
+        """From host memory to the file, and from there as a tensor; what still travels to the host is waited for."""
+        assert self._disk is not None, "a plan that spills needs a file"
+        if self._stream is not None:
+            self._stream.synchronize()
+        returning = None
+        if loaded:
+            raw = np.stack([self._disk.data[source] for source, _ in loaded])
+            returning = torch.from_numpy(raw).view(self._data.dtype).view(len(loaded), *self._data.shape[1:])
+        for source, target in spilled:
+            self._disk.put(target, self._data[source].contiguous().view(torch.uint8).numpy())
+        return returning
 
     def _gather(self, saved: Pairs) -> torch.Tensor:
         sources = torch.tensor([source for source, _ in saved], device=self._cache.data.device)
@@ -58,3 +83,29 @@ class HostBlocks:
         returning.record_stream(stream)
         compute.wait_event(arrived)
         return returning
+
+
+class DiskBlocks:
+    """Blocks in a file that has no name and is gone with the process; each with a checksum, so that none is trusted."""
+
+    def __init__(self, folder: Path, blocks: int, block_bytes: int) -> None:
+        size = blocks * block_bytes
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a crash under load
+                self.data = np.memmap(file, np.uint8, "r+", shape=(blocks, block_bytes))
+        except OSError as error:
+            raise SettingsError(
+                f"no file of {size / (1 << 30):,.1f} GiB for cached blocks can be made in {folder} ({error.strerror}): "
+                "choose another disk_cache or lower disk_tokens"
+            ) from None
+        self._sums = [0] * blocks
+
+    def put(self, slot: int, raw: np.ndarray) -> None:
+        """Write a block."""
+        self.data[slot] = raw.reshape(-1)
+        self._sums[slot] = zlib.crc32(self.data[slot])
+
+    def is_sound(self, slot: int) -> bool:
+        """Whether a block still is what was written."""
+        return zlib.crc32(self.data[slot]) == self._sums[slot]

@@ -12,6 +12,7 @@ from numba import njit, prange
 
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_quant import score_narrow, weigh_narrow
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -36,6 +37,7 @@ def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: B
         qkv,
         heads,
         cache.arrays[layer],
+        cache.scale_arrays[layer],
         host.tables,
         host.starts,
         host.contexts,
@@ -53,12 +55,11 @@ def paged_attention_reference(
     """The same in plain torch: slice by slice, with its keys and values gathered from the pages."""
     q = qkv[:, :heads]
     out = torch.empty_like(q)
-    keys, values = cache.keys(layer), cache.values(layer)
     bounds, contexts = batch.host.starts.tolist(), batch.host.contexts.tolist()
     for i, context in enumerate(contexts):
         blocks = batch.tables[i, : -(-context // cache.block_size)].long()
-        k = keys[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :context]
-        v = values[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, :context]
+        k = cache.keys(layer, blocks).permute(1, 0, 3, 2).flatten(1, 2)[:, :context]
+        v = cache.values(layer, blocks).permute(1, 0, 2, 3).flatten(1, 2)[:, :context]
         rows = slice(bounds[i], bounds[i + 1])
         place = torch.arange(context - (bounds[i + 1] - bounds[i]), context, device=q.device).unsqueeze(1)
         seen = torch.arange(context, device=q.device).unsqueeze(0)
@@ -66,7 +67,11 @@ def paged_attention_reference(
         if window:
             mask &= seen > place - window
         answer = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask, enable_gqa=True
+            q[rows].to(k.dtype).transpose(0, 1).unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=mask,
+            enable_gqa=True,
         )
         out[rows] = answer[0].transpose(0, 1)
     return out.flatten(1)
@@ -84,6 +89,7 @@ def _attend(
     q: np.ndarray,
     heads: int,
     data: np.ndarray,
+    scales: np.ndarray | None,
     tables: np.ndarray,
     starts: np.ndarray,
     contexts: np.ndarray,
@@ -115,7 +121,7 @@ def _attend(
                     item += 1
                     if item % threads == thread:
                         _attend_item(
-                            q, data, tables, piece, block_size, window, out,
+                            q, data, scales, tables, piece, block_size, window, out,
                             token, count, place, head, span, group, queries, sums, weights,
                         )  # fmt: skip
 
@@ -124,6 +130,7 @@ def _attend(
 def _attend_item(
     q: np.ndarray,
     data: np.ndarray,
+    scales: np.ndarray | None,
     tables: np.ndarray,
     piece: int,
     block_size: int,
@@ -148,15 +155,40 @@ def _attend_item(
             for g in range(group):
                 for i in range(dim):
                     queries[h * rows + t * group + g, i] = q[token + t, (head + h) * group + g, i] * scale
+    begin = max(0, place - window + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
+    end = place + count
+    queries_at, sums_at = queries.ctypes.data, sums.ctypes.data
+    if scales is None:  # Numba knows it from the type, and compiles only one of the two
+        _score(queries_at, rows, dim, data, tables, piece, block_size, begin, end, head, span, weights)
+    else:
+        score_narrow(queries_at, rows, dim, data, tables, piece, block_size, begin, end, head, span, weights)
+    for h in range(span):
+        for t in range(count):
+            position = place + t
+            for g in range(group):
+                row = h * rows + t * group + g
+                _softmax(weights, row, max(begin, position - window + 1), position + 1, begin, end)
+    if scales is None:
+        _weigh(weights, rows, dim, data, tables, piece, block_size, begin, end, head, span, sums_at)
+    else:
+        weigh_narrow(weights, rows, dim, data, tables, piece, block_size, begin, end, head, span, sums_at)
+    for h in range(span):
+        for t in range(count):
+            for g in range(group):
+                for i in range(dim):
+                    out[token + t, ((head + h) * group + g) * dim + i] = sums[h * rows + t * group + g, i]
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _score(
+    queries_at: int, rows: int, dim: int, data: np.ndarray, tables: np.ndarray, piece: int, block_size: int,
+    begin: int, end: int, head: int, span: int, weights: np.ndarray,
+) -> None:  # fmt: skip
+    """The scores begin..end of `rows` queries for each of `span` KV heads."""
     # Addresses instead of array slices: in these loops the bookkeeping of a slice costs more than its arithmetic.
     head_bytes = data.shape[3] * 4
     block_bytes = 2 * data.shape[2] * head_bytes
-    keys_at = data.ctypes.data + head * head_bytes
-    values_at = keys_at + data.shape[2] * head_bytes
-    queries_at, sums_at, weights_at = queries.ctypes.data, sums.ctypes.data, weights.ctypes.data
-    pitch = weights.shape[1]
-    begin = max(0, place - window + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
-    end = place + count
+    keys_at, weights_at, pitch = data.ctypes.data + head * head_bytes, weights.ctypes.data, weights.shape[1]
     block_floats = block_bytes // 4
     for column in range(begin, end, BLOCK_COLUMNS):
         block = tables[piece, column // block_size]
@@ -169,12 +201,18 @@ def _attend_item(
             a, c = queries_at + h * rows * dim * 4, weights_at + (h * rows * pitch + column) * 4
             b = keys_at + block * block_bytes + h * head_bytes + column % block_size * 4
             block_tile(rows, a, dim, b, block_size, c, pitch, dim, 0, ahead)
-    for h in range(span):
-        for t in range(count):
-            position = place + t
-            for g in range(group):
-                row = h * rows + t * group + g
-                _softmax(weights, row, max(begin, position - window + 1), position + 1, begin, end)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _weigh(
+    weights: np.ndarray, rows: int, dim: int, data: np.ndarray, tables: np.ndarray, piece: int, block_size: int,
+    begin: int, end: int, head: int, span: int, sums_at: int,
+) -> None:  # fmt: skip
+    """The sums of the values begin..end, weighted."""
+    head_bytes = data.shape[3] * 4
+    block_bytes = 2 * data.shape[2] * head_bytes
+    values_at, weights_at = data.ctypes.data + (data.shape[2] + head) * head_bytes, weights.ctypes.data
+    block_floats, pitch = block_bytes // 4, weights.shape[1]
     for column in range(begin, end, BLOCK_COLUMNS):
         block = tables[piece, column // block_size]
         ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
@@ -183,11 +221,6 @@ def _attend_item(
             b = values_at + block * block_bytes + h * head_bytes + column % block_size * dim * 4
             for i in range(0, dim * 4, BLOCK_COLUMNS * 4):
                 block_tile(rows, a, pitch, b + i, dim, c + i, dim, BLOCK_COLUMNS, column - begin, ahead)
-    for h in range(span):
-        for t in range(count):
-            for g in range(group):
-                for i in range(dim):
-                    out[token + t, ((head + h) * group + g) * dim + i] = sums[h * rows + t * group + g, i]
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

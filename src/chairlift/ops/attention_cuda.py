@@ -16,6 +16,7 @@ import triton.language as tl
 
 from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_quant import TOPS
 
 _ROWS = 128  # queries (tokens x heads) in a tile of a prompt
 _LEAST = 16  # rows of the smallest tile that the matrix units take
@@ -73,6 +74,7 @@ def _run(
 ) -> None:
     group, dim = heads // cache.kv_heads, cache.dim
     data = cache.data[layer]
+    scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     sums: Any = out
     peaks: Any = out
     if parts > 1:
@@ -80,12 +82,12 @@ def _run(
         peaks = torch.empty(count, heads, parts, 2, dtype=torch.float32, device=qkv.device)
     width = triton.next_power_of_2(dim)
     _attend[(count, cache.kv_heads, parts)](
-        qkv, data, batch.tables, batch.starts, batch.contexts, tiles if tiles is not None else batch.starts, out, sums,
-        peaks, 1.0 / math.sqrt(dim), window or 1 << 30, batch.tables.stride(0), qkv.stride(0), data.stride(0),
-        data.stride(1), data.stride(2), count,
+        qkv, data, scales, batch.tables, batch.starts, batch.contexts, tiles if tiles is not None else batch.starts,
+        out, sums, peaks, 1.0 / math.sqrt(dim), window or 1 << 30, batch.tables.stride(0), qkv.stride(0),
+        data.stride(0), data.stride(1), data.stride(2), count,
         GROUP=group, HEADS=heads, DIM=dim, WIDTH=width, BLOCK=cache.block_size, ROWS=rows, KEYS=_KEYS, PARTS=parts,
         TILED=tiles is not None, TOKENS=max(1, _ROWS // group) if tiles is not None else 1,
-        EXACT=qkv.dtype == torch.float32,
+        EXACT=qkv.dtype == torch.float32, TOP=TOPS.get(cache.dtype, 0),
         num_warps=8 if rows >= _ROWS else 4, num_stages=2,
     )  # fmt: skip
     if parts > 1:
@@ -94,13 +96,17 @@ def _run(
 
 @triton.jit
 def _attend(
-    q_at, data_at, tables_at, starts_at, contexts_at, tiles_at, out_at, sums_at, peaks_at, scale, window, table_stride,
-    q_stride, block_stride, side_stride, head_stride, count,
+    q_at, data_at, scales_at, tables_at, starts_at, contexts_at, tiles_at, out_at, sums_at, peaks_at, scale, window,
+    table_stride, q_stride, block_stride, side_stride, head_stride, count,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, TILED: tl.constexpr, TOKENS: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries against the keys and values of one KV head, or a part of them."""
+    """One tile of queries against the keys and values of one KV head, or a part of them.
+
+    TOP is the largest code of an 8-bit cache, 0 where numbers are stored as they are. Products are of codes: the scales
+    of the keys are put into the scores, those of the values into the weights.
+    """
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if TILED:
         piece, first = tl.load(tiles_at + tile), tl.load(tiles_at + count + tile)
@@ -135,10 +141,19 @@ def _attend(
         position = start + key
         is_key = position < high
         block = tl.load(tables_at + piece * table_stride + position // BLOCK, mask=is_key, other=0).to(tl.int64)
-        at = data_at + block * block_stride + head * head_stride + (position % BLOCK) * DIM
+        place_of = block * block_stride + head * head_stride
+        at = data_at + place_of + (position % BLOCK) * DIM
         wanted = is_key[:, None] & is_column[None, :]
-        k = tl.load(at[:, None] + column[None, :], mask=wanted, other=0.0)
+        k = tl.load(at[:, None] + column[None, :], mask=wanted, other=0)
+        if TOP:
+            k = _numbers(k, q.dtype, TOP)
+            scale_at = scales_at + place_of // 2 + position % BLOCK
+            key_scale = _widened(tl.load(scale_at, mask=is_key, other=0))
+            # Times TOP, which is taken out at the end: in float16 small scales would make the smallest weights vanish.
+            value_scale = _widened(tl.load(scale_at + side_stride // 2, mask=is_key, other=0)) * TOP
         scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
+        if TOP:
+            scores = scores * key_scale[None, :]
         seen = (position[None, :] <= place[:, None]) & (position[None, :] > place[:, None] - window) & is_key[None, :]
         scores = tl.where(seen, scores, -float("inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
@@ -146,9 +161,14 @@ def _attend(
         weights = tl.exp(scores - shift[:, None])
         fade = tl.exp(peak - shift)
         total = total * fade + tl.sum(weights, 1)
-        v = tl.load(at[:, None] + side_stride + column[None, :], mask=wanted, other=0.0)
+        v = tl.load(at[:, None] + side_stride + column[None, :], mask=wanted, other=0)
+        if TOP:
+            v = _numbers(v, q.dtype, TOP)
+            weights = weights * value_scale[None, :]
         sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
         peak = top
+    if TOP:
+        sums = sums * (1 / TOP)
     written = is_query[:, None] & is_column[None, :]
     if PARTS == 1:
         sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -159,6 +179,23 @@ def _attend(
         tl.store(sums_at + line[:, None] * DIM + column[None, :], sums, mask=written)
         tl.store(peaks_at + line * 2, peak, mask=is_query)
         tl.store(peaks_at + line * 2 + 1, total, mask=is_query)
+
+
+@triton.jit
+def _numbers(codes, kind: tl.constexpr, TOP: tl.constexpr):
+    """What codes stand for, in the type of the queries, which holds every one of them exactly."""
+    if TOP == 127:
+        numbers = codes.to(kind)
+    else:  # sign, exponent and mantissa moved to where a float32 has them; its exponents begin 120 lower
+        bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
+        numbers = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(kind)
+    return numbers
+
+
+@triton.jit
+def _widened(bits):
+    """Float32 numbers from the bits of bfloat16 ones."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_quant import LEAST, TOPS
 
 _GATED = 1024  # elements of a gate that a program takes
 
@@ -41,11 +42,13 @@ def rotate_and_store(
     """Norm and rotate queries and keys in place, and write keys and values to the cache."""
     tokens, heads, dim = qkv.shape
     data, (cos, sin) = cache.data[layer], turns
+    scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     _rotate[(tokens, heads)](
-        qkv, data, batch.positions, batch.slots, cos, sin, q_norm, k_norm, eps, data.stride(0), data.stride(1),
+        qkv, data, scales, batch.positions, batch.slots, cos, sin, q_norm, k_norm, eps, data.stride(0), data.stride(1),
         data.stride(2), QUERIES=heads - 2 * cache.kv_heads, KEYS=cache.kv_heads, HEADS=heads, DIM=dim, HALF=dim // 2,
-        WIDTH=triton.next_power_of_2(dim // 2), BLOCK=cache.block_size, NORMED=norms is not None, num_warps=1,
+        WIDTH=triton.next_power_of_2(dim // 2), BLOCK=cache.block_size, NORMED=norms is not None,
+        TOP=TOPS.get(cache.dtype, 0), LEAST=LEAST, num_warps=1,
     )  # fmt: skip
 
 
@@ -73,11 +76,12 @@ def _gate(y_at, out_at, width, COUNT: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    qkv_at, data_at, positions_at, slots_at, cos_at, sin_at, q_norm_at, k_norm_at, eps, block_stride, side_stride,
-    head_stride, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr,
+    qkv_at, data_at, scales_at, positions_at, slots_at, cos_at, sin_at, q_norm_at, k_norm_at, eps, block_stride,
+    side_stride, head_stride, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, TOP: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """One head of one token; TOP is the largest code of an 8-bit cache, 0 where numbers are stored as they are."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, WIDTH)
     inside = column < HALF
@@ -103,6 +107,30 @@ def _rotate(
         slot = tl.load(slots_at + token)
         side = tl.where(is_value, 1, 0)
         own = head - QUERIES - side * KEYS
-        to = data_at + slot // BLOCK * block_stride + side * side_stride + own * head_stride + slot % BLOCK * DIM
-        tl.store(to + column, first, mask=inside)
-        tl.store(to + HALF + column, second, mask=inside)
+        place = slot // BLOCK * block_stride + side * side_stride + own * head_stride
+        to = data_at + place + slot % BLOCK * DIM
+        if TOP:
+            low, high = first.to(tl.float32), second.to(tl.float32)
+            peak = tl.maximum(tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)), LEAST)
+            bits = ((peak * (1 / TOP)).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+            tl.store(scales_at + place // 2 + slot % BLOCK, bits.to(tl.int16))
+            step = tl.zeros([WIDTH], tl.float32) + (bits << 16).to(tl.float32, bitcast=True)
+            tl.store(to + column, _nearest(tl.div_rn(low, step), TOP), mask=inside)
+            tl.store(to + HALF + column, _nearest(tl.div_rn(high, step), TOP), mask=inside)
+        else:
+            tl.store(to + column, first, mask=inside)
+            tl.store(to + HALF + column, second, mask=inside)
+
+
+@triton.jit
+def _nearest(x, TOP: tl.constexpr):
+    """The codes next to float32 numbers, as kv_quant has them."""
+    if TOP == 127:
+        codes = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2**23: the last bits count ones
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + ((size >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
+        tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - ((127 + 14) << 23)
+        codes = (tl.where(size < (127 - 6) << 23, tiny, normal) | (bits >> 24 & 0x80)).to(tl.uint8)
+    return codes

@@ -2,7 +2,8 @@
 
 One tensor [layers, blocks, 2, kv_heads, dim * block_size]. In a block, values lie as [block_size, dim], and so do keys;
 but for the compiled CPU kernels keys lie transposed [dim, block_size], so that the scores of a whole block are one
-vector operation for each element of a query.
+vector operation for each element of a query. In 8 bits (kv_quant.py) the codes are followed by their tokens' scales, so
+that whatever moves a block moves all of it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import torch
 from numba import njit
 
 from chairlift.ops.batch import Batch
+from chairlift.ops.kv_quant import CONTAINERS, SCALE_BYTES, dequantize_reference, quantize_reference, store
 from chairlift.ops.tile import prefetch
 
 _LINE = 64  # bytes in a cache line
+
+
+def bytes_per_token(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes in all layers."""
+    return 2 * layers * kv_heads * (dim * dtype.itemsize + (SCALE_BYTES if dtype in CONTAINERS else 0))
 
 
 class KvCache:
@@ -34,29 +41,51 @@ class KvCache:
         *,
         compiled: bool | None = None,
     ) -> None:
-        shape = (layers, blocks, 2, kv_heads, dim * block_size)
+        """For 8 bits, `dtype` is torch.int8 or torch.float8_e4m3fn, and `compiled` says who reads it."""
+        stored, is_narrow = CONTAINERS.get(dtype, dtype), dtype in CONTAINERS
+        shape = (layers, blocks, 2, kv_heads, block_size * (dim + SCALE_BYTES if is_narrow else dim))
         # Zeros, not empty: a kernel may read the unwritten tail of a block, and 0 times its weight must be 0, not NaN.
         if device.type == "cpu":
             # NumPy takes zeroed pages from the system: memory that is not used yet costs neither time nor RAM.
-            raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-            self.data = torch.from_numpy(raw).view(dtype).view(shape)
+            raw = np.zeros(math.prod(shape) * stored.itemsize, np.uint8)
+            self.data = torch.from_numpy(raw).view(stored).view(shape)
         else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.blocks, self.kv_heads, self.dim, self.block_size = blocks, kv_heads, dim, block_size
+            self.data = torch.zeros(shape, dtype=stored, device=device)
+        # [layers, blocks, 2, kv_heads, block_size]
+        self.scales = self.data[..., block_size * dim :].view(torch.bfloat16) if is_narrow else None
+        self.dtype, self.blocks, self.kv_heads, self.dim, self.block_size = dtype, blocks, kv_heads, dim, block_size
         is_compiled = device.type == "cpu" and dtype == torch.float32 if compiled is None else compiled
         # What compiled kernels see, made once: asking torch for it in every layer of every step takes its time.
         self.arrays = [layer.numpy() for layer in self.data] if is_compiled else []
+        self.scale_arrays: list[np.ndarray | None] = [None] * layers
+        if self.arrays and self.scales is not None:
+            self.scale_arrays = [layer.view(torch.int16).numpy() for layer in self.scales]
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """[blocks, kv_heads, dim, block_size]"""
-        data = self.data[layer, :, 0]
+    def stored_keys(self, layer: int) -> torch.Tensor:
+        """[blocks, kv_heads, dim, block_size], as they lie in memory"""
+        data = self.data[layer, :, 0, :, : self.dim * self.block_size]
         if self.arrays:
             return data.view(self.blocks, self.kv_heads, self.dim, self.block_size)
         return data.view(self.blocks, self.kv_heads, self.block_size, self.dim).transpose(-1, -2)
 
-    def values(self, layer: int) -> torch.Tensor:
-        """[blocks, kv_heads, block_size, dim]"""
-        return self.data[layer, :, 1].view(self.blocks, self.kv_heads, self.block_size, self.dim)
+    def stored_values(self, layer: int) -> torch.Tensor:
+        """[blocks, kv_heads, block_size, dim], as they lie in memory"""
+        data = self.data[layer, :, 1, :, : self.dim * self.block_size]
+        return data.view(self.blocks, self.kv_heads, self.block_size, self.dim)
+
+    def keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """[blocks, kv_heads, dim, block_size] of some blocks; float32 where they are stored in 8 bits"""
+        found = self.stored_keys(layer)[blocks]
+        if self.scales is None:
+            return found
+        return dequantize_reference(found, self.scales[layer, blocks, 0].unsqueeze(-2), self.dtype)
+
+    def values(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """[blocks, kv_heads, block_size, dim] of some blocks; float32 where they are stored in 8 bits"""
+        found = self.stored_values(layer)[blocks]
+        if self.scales is None:
+            return found
+        return dequantize_reference(found, self.scales[layer, blocks, 1].unsqueeze(-1), self.dtype)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks in all layers; every source is read before any target is written."""
@@ -66,18 +95,33 @@ class KvCache:
 
 def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
     """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
-    keys, values = qkv[:, -2 * cache.kv_heads :].chunk(2, dim=1)
+    written = qkv[:, -2 * cache.kv_heads :]
     block, offset = batch.slots // cache.block_size, batch.slots % cache.block_size
-    cache.keys(layer)[block, :, :, offset] = keys
-    cache.values(layer)[block, :, offset] = values
+    if cache.scales is not None:
+        written, scales = quantize_reference(written, cache.dtype)
+        cache.scales[layer].view(cache.blocks, -1, cache.block_size)[block, :, offset] = scales
+    keys, values = written.chunk(2, dim=1)
+    cache.stored_keys(layer)[block, :, :, offset] = keys
+    cache.stored_values(layer)[block, :, offset] = values
 
 
 @njit(nogil=True, error_model="numpy")
-def put(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int, first: int, last: int) -> None:
-    """The same for the tokens first..last and one layer's blocks, compiled; for calls from other kernels."""
+def put(
+    data: np.ndarray,
+    scales: np.ndarray | None,
+    qkv: np.ndarray,
+    slots: np.ndarray,
+    block_size: int,
+    first: int,
+    last: int,
+) -> None:
+    """The same for the tokens first..last and one layer's blocks, compiled; for calls from other kernels.
+
+    Numba knows from its type whether there are scales, and compiles one of the two branches.
+    """
     dim, heads = qkv.shape[2], data.shape[2]
     queries = qkv.shape[1] - 2 * heads
-    at, pitch = data.ctypes.data, 2 * heads * dim * block_size * 4
+    at, pitch = data.ctypes.data, 2 * heads * data.shape[3] * data.itemsize
     for token in range(first, last):
         # A key is scattered over as many cache lines as it has elements: have the next token's on their way.
         if token + 1 < last and slots[token + 1] != slots[token] + 1:
@@ -86,7 +130,12 @@ def put(data: np.ndarray, qkv: np.ndarray, slots: np.ndarray, block_size: int, f
                 prefetch(line)
         block, offset = slots[token] // block_size, slots[token] % block_size
         for head in range(heads):
-            for i in range(dim):
-                data[block, 0, head, i * block_size + offset] = qkv[token, queries + head, i]
-            for i in range(dim):
-                data[block, 1, head, offset * dim + i] = qkv[token, queries + heads + head, i]
+            key, value = queries + head, queries + heads + head
+            if scales is None:
+                for i in range(dim):
+                    data[block, 0, head, i * block_size + offset] = qkv[token, key, i]
+                for i in range(dim):
+                    data[block, 1, head, offset * dim + i] = qkv[token, value, i]
+            else:
+                store(qkv[token, key], data, scales, block, 0, head, offset, offset, block_size)
+                store(qkv[token, value], data, scales, block, 1, head, offset, offset * dim, 1)

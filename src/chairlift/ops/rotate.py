@@ -45,6 +45,7 @@ def rotate_and_store(
     _rotate_and_store(
         qkv,
         cache.arrays[layer],
+        cache.scale_arrays[layer],
         cache.block_size,
         host.positions,
         host.slots,
@@ -86,6 +87,7 @@ def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, 
 def _rotate_and_store(
     qkv: np.ndarray,
     data: np.ndarray,
+    scales: np.ndarray | None,
     block_size: int,
     positions: np.ndarray,
     slots: np.ndarray,
@@ -105,7 +107,7 @@ def _rotate_and_store(
                 normalize(qkv[token], q_norm, eps, qkv[token], 0, heads)
                 normalize(qkv[token], k_norm, eps, qkv[token], heads, heads + kv_heads)
             _rotate(qkv[token], heads + kv_heads, cos[positions[token]], sin[positions[token]])
-        put(data, qkv, slots, block_size, first, last)
+        put(data, scales, qkv, slots, block_size, first, last)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -1,0 +1,33 @@
+"""`chairlift bench kv`: what a KV cache of 8 bits costs and gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.screen import notes
+from chairlift.core.errors import ChairliftError
+
+
+@with_settings
+def kv(
+    text: Annotated[Path, typer.Argument(help="A text file of some thousand words, for perplexity and prompts.")],
+    model: Model = DEFAULT_MODEL,
+    repeat: Annotated[int, typer.Option(help="Turns of decoding; medians are shown.", min=1)] = 5,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Perplexity, greedy tokens, memory and decode speed with keys and values in the model's dtype and in 8 bits."""
+    from chairlift.bench.kv_accuracy import measure, table
+    from chairlift.commands.bench import show
+
+    try:
+        read = text.read_text(errors="replace")
+    except OSError as error:
+        raise ChairliftError(f"{text} cannot be read: {error.strerror}") from None
+    with notes.status("loading") as status:
+        found = measure(model, read, settings, repeat, status.update)
+    show(table(found, model))
