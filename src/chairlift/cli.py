@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve`, `explain`, `run`, `chat`, `pull`, `batch`, `bench` and `compare`."""
+"""The command line: `chairlift serve`, `explain`, `run`, `chat`, `pull`, `batch`, `bench`, `compare` and `profile`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import typer
 from chairlift import __version__
 from chairlift.commands import bench
 from chairlift.commands.batch import batch
+from chairlift.commands.bench_cache import cache
+from chairlift.commands.bench_kv import kv
 from chairlift.commands.chat import chat
 from chairlift.commands.compare import compare
 from chairlift.commands.explain import explain
+from chairlift.commands.profile import profile
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
 from chairlift.commands.serve import serve
@@ -34,8 +37,11 @@ app.command()(run)
 app.command()(chat)
 app.command()(batch)
 app.command()(pull)
+bench.app.command()(cache)
+bench.app.command()(kv)
 app.add_typer(bench.app, name="bench")
 app.command()(compare)
+app.command()(profile)
 
 
 def _show_version(wanted: bool) -> None:

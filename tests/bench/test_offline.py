@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from chairlift.bench.engines import Contender, UnavailableError, engine
 from chairlift.bench.offline import Benchmark, run_offline
 from chairlift.bench.peers import Task
-from chairlift.bench.report import agreement, percentile, summarize, table
+from chairlift.bench.report import agreement, measure, percentile, summarize, table
 from chairlift.bench.workloads import Lengths, Workload, uniform
 from chairlift.core.errors import ChairliftError
 
@@ -22,15 +23,22 @@ def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tm
     file = tmp_path / "numbers.json"
     command = [sys.executable, "-m", "chairlift", "bench", "offline", "--model", str(tiny_model / "config.json")]
     command += ["--load-format", "dummy", "--workload", "uniform", "--requests", "5", "--prompt-tokens", "4..30"]
-    command += ["--output-tokens", "3..9", "--repeat", "2", "--json", str(file)]
+    command += ["--output-tokens", "3..9", "--repeat", "2", "--json", str(file), "--temperature", "0.6"]
+    command += ["--profile-steps"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    for label in ("output tok/s", "requests/s", "TTFT p99, ms", "TPOT mean, ms", "peak memory, MiB"):
+    labels = "output tok/s", "prompt tok/s", "requests/s", "TTFT p99, ms", "TPOT mean, ms", "peak memory, MiB"
+    for label in (*labels, "of the physical floor", "the floor: ", "first token ", "the host's part"):
         assert label in done.stdout
     found = json.loads(file.read_text())
     assert found["workload"]["requests"] == 5
     [ours] = found["engines"]
     assert len(ours["runs"]) == 2 and ours["info"]["device"] == "cpu"
+    assert (
+        0 < ours["info"]["start"]["imported"] < ours["info"]["start"]["loaded"] < ours["info"]["start"]["first_token"]
+    )
+    assert ours["info"]["steps"]["sequences"] == 5
     for run in ours["runs"]:
+        assert run["floor_share"] == pytest.approx(ours["info"]["floor_s"] / run["seconds"])
         assert run["output_tok_s"] == pytest.approx(found["workload"]["output_tokens"] / run["seconds"])
         assert 0 < run["ttft_p50"] <= run["ttft_p99"] <= 1000 * run["seconds"] and run["peak_mib"] > 1
 
@@ -53,7 +61,20 @@ def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None
     for theirs in summary["engines"][1:]:
         assert theirs["median"]["agreement"] > 0.9, "other weights would part at the first token"
         assert theirs["ratio"]["output_tok_s"] > 0
-    assert table(summary).row_count == 11
+    assert table(summary).row_count == 13
+
+
+def test_a_single_request_is_told_in_milliseconds_a_token() -> None:
+    run = {"seconds": 0.5, "peak_bytes": None, "requests": [{"first": 0.1, "last": 0.5, "tokens": [1] * 100}]}
+    assert measure(run, Workload("single", [[1] * 8], [100]))["token_ms"] == 5.0
+    two = {**run, "requests": run["requests"] * 2}
+    assert "token_ms" not in measure(two, Workload("two", [[1] * 8] * 2, [100] * 2))
+
+
+def test_the_others_are_not_compared_with_draws(tiny_model: Path) -> None:
+    benchmark = Benchmark(str(tiny_model), {}, lambda _encode: Workload("one", [[1]], [1]), ["transformers"])
+    with pytest.raises(ChairliftError, match="always take the likeliest token"):
+        run_offline(replace(benchmark, temperature=0.6))
 
 
 def test_a_request_that_cannot_be_served_is_said_in_one_line(tiny_model: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.bench.engines import Contender, Engine, UnavailableError, engine
+from chairlift.bench.floor import floor_of
 from chairlift.bench.peers import FALLBACKS, PEERS, Task
 from chairlift.bench.workloads import Ids, Workload
 from chairlift.core.errors import ChairliftError
@@ -36,6 +38,8 @@ class Benchmark:
     python: str = sys.executable  # the interpreter of the other engines
     repeat: int = 1
     threads: int | None = None
+    temperature: float = 0.0
+    profile_steps: bool = False  # tell what each of our steps costs the host
 
 
 def run_offline(
@@ -48,6 +52,8 @@ def run_offline(
         if name not in PEERS or name == OURS:
             known = ", ".join(name for name in PEERS if name != OURS)
             raise ChairliftError(f"there is no engine {name!r} to compare with: use {known}")
+    if benchmark.compare and benchmark.temperature:
+        raise ChairliftError("the other engines always take the likeliest token: leave out --temperature or --compare")
     subject = Subject(benchmark.model, Settings.of(**benchmark.settings))
     workload = benchmark.workload(subject.encode).within(subject.config.vocab_size)
     with ExitStack() as stack:
@@ -55,10 +61,15 @@ def run_offline(
         (scratch / "workload.json").write_text(json.dumps(asdict(workload)))
         task = first_task(benchmark, subject, workload, scratch)
         notice(f"loading {OURS}")
+        began = time.monotonic()
         ours = stack.enter_context(engine(OURS, sys.executable, task))
         engines, contenders = [ours], [ours.contender]
+        info = ours.contender.info
+        info["start"] = {name: moment - began for name, moment in info["start"].items()}
+        rates = info["rates"]
+        info["floor_s"] = floor_of(workload, subject.config, rates["read_bytes_s"], rates["flops_s"]).seconds
         if benchmark.compare:
-            matched = {key: ours.contender.info[key] for key in ("device", "dtype", "max_sequences", "step_tokens")}
+            matched = {key: info[key] for key in ("device", "dtype", "max_sequences", "step_tokens")}
             task = replace(task, model=str(subject.folder(scratch)), settings={}, **matched)
             others, absent = load_others(benchmark, task, stack, notice)
             engines += others
@@ -74,12 +85,15 @@ def run_offline(
                     each.contender.unavailable = str(reason)
                     each.contender.runs.clear()
                     engines.remove(each)
+        if benchmark.profile_steps:
+            info["steps"] = json.loads((scratch / "steps.json").read_text())
     return workload, contenders
 
 
 def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scratch: Path) -> Task:
     """The task for our own engine; what the others must match is known once it is loaded."""
     model, settings = benchmark.model, dict(benchmark.settings)
+    settings |= {"temperature": benchmark.temperature, "profile_steps": benchmark.profile_steps}
     if benchmark.compare:
         if subject.is_random:  # ours must read the very numbers that the others read
             model, settings["load_format"] = str(subject.folder(scratch)), "auto"

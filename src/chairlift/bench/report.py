@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -20,7 +20,10 @@ Metrics = dict[str, float]
 # Name, label, how it is written. For speeds more is better, for times and memory less.
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("output_tok_s", "output tok/s", "{:,.1f}"),
+    ("prompt_tok_s", "prompt tok/s", "{:,.1f}"),
     ("total_tok_s", "prompt and output tok/s", "{:,.1f}"),
+    ("token_ms", "ms a token", "{:,.3f}"),
+    ("floor_share", "of the physical floor", "{:.1%}"),
     ("requests_s", "requests/s", "{:,.2f}"),
     *(
         (f"{name}_{kind}", f"{name.upper()} {kind}, ms", "{:,.1f}")
@@ -32,7 +35,19 @@ ROWS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def measure(run: dict[str, Any], workload: Workload) -> Metrics:
+STEP_LABELS = {
+    "plan": "plan",
+    "submit": "submit: metadata and launches (on a CPU, the pass itself)",
+    "wait": "wait for the device",
+    "copy": "read the tokens",
+    "apply": "apply",
+    "rest": "hand tokens out, and the loop",
+    "host": "the host's part: all but waiting",
+    "step": "the whole step",
+}
+
+
+def measure(run: dict[str, Any], workload: Workload, floor_s: float | None = None) -> Metrics:
     """The numbers of one run."""
     seconds, requests = run["seconds"], run["requests"]
     firsts = [1000 * each["first"] for each in requests]
@@ -44,9 +59,14 @@ def measure(run: dict[str, Any], workload: Workload) -> Metrics:
     found = {
         "seconds": seconds,
         "output_tok_s": workload.output_tokens / seconds,
+        "prompt_tok_s": workload.prompt_tokens / seconds,
         "total_tok_s": (workload.prompt_tokens + workload.output_tokens) / seconds,
         "requests_s": len(requests) / seconds,
     }
+    if len(requests) == 1:
+        found["token_ms"] = 1000 * seconds / workload.output_tokens
+    if floor_s is not None:
+        found["floor_share"] = floor_s / seconds
     for name, times in (("ttft", firsts), ("tpot", gaps)):
         if times:
             found |= {f"{name}_mean": fmean(times), f"{name}_p50": median(times), f"{name}_p99": percentile(times, 99)}
@@ -58,10 +78,11 @@ def measure(run: dict[str, Any], workload: Workload) -> Metrics:
 def summarize(workload: Workload, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Everything but the tokens: each engine's runs, their medians, and ours over theirs."""
     ours = contenders[0]
-    best = middle([measure(run, workload) for run in ours.runs])
+    floor_s = ours.info.get("floor_s")
+    best = middle([measure(run, workload, floor_s) for run in ours.runs])
     engines = []
     for contender in contenders:
-        runs = [measure(run, workload) for run in contender.runs]
+        runs = [measure(run, workload, floor_s) for run in contender.runs]
         found = middle(runs)
         shown = {"name": contender.name, "info": contender.info, "unavailable": contender.unavailable, "runs": runs}
         if runs and contender is not ours:
@@ -118,6 +139,39 @@ def table(summary: dict[str, Any]) -> Table:
     return shown
 
 
+def orientation(summary: dict[str, Any]) -> Iterator[str]:
+    """What the machine allows, and how long the start took."""
+    info, workload = summary["engines"][0]["info"], summary["workload"]
+    if "floor_s" in info:
+        seconds, rates = info["floor_s"], info["rates"]
+        yield (
+            f"the floor: {seconds:.3g} s, that is {workload['output_tokens'] / seconds:,.0f} output or "
+            f"{workload['prompt_tokens'] / seconds:,.0f} prompt tok/s, at {scaled(rates['read_bytes_s'], 'B/s')} read "
+            f"and {scaled(rates['flops_s'], 'FLOP/s')}, both measured in this run"
+        )
+    if "start" in info:
+        imported, loaded, first = (info["start"][name] for name in ("imported", "loaded", "first_token"))
+        yield (
+            f"first token {first:.1f} s after the start: imports {imported:.1f}, the model and all that is made ready "
+            f"{loaded - imported:.1f}, the first answer {first - loaded:.1f}"
+        )
+
+
+def steps_table(steps: dict[str, Any]) -> Table:
+    """What a step costs the host, by part."""
+    shown = Table(
+        title=f"microseconds a step: {steps['steps']:,} steps with 90% to all of {steps['sequences']:,} sequences"
+    )
+    shown.add_column("")
+    shown.add_column("median", justify="right")
+    shown.add_column("p95", justify="right")
+    for name, values in steps["parts"].items():
+        if name == "host":
+            shown.add_section()
+        shown.add_row(STEP_LABELS[name], f"{values['median']:,.0f}", f"{values['p95']:,.0f}")
+    return shown
+
+
 def agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     """The share of tokens before two greedy answers part: rounding parts them late, other weights at once."""
     same = total = 0
@@ -139,3 +193,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def scaled(value: float, unit: str) -> str:
+    """A figure of three digits with the prefix that suits it.
+
+    >>> scaled(4.2371e12, "B/s"), scaled(0.0000051, "s"), scaled(31e9, "B/s")
+    ('4.24 TB/s', '5.1 µs', '31 GB/s')
+    """
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}".rstrip()
+    return f"{value / 1e-9:.3g} n{unit}"

@@ -50,13 +50,17 @@ def offline(
     ] = None,
     repeat: Annotated[int, typer.Option(help="Runs of each engine, in turn; medians are shown.", min=1)] = 1,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each engine (default: all cores).", min=1)] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    profile_steps: Annotated[
+        bool, typer.Option("--profile-steps", help="Also tell what each step costs the host, by part.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every run's numbers to this file, too.")
     ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """A workload given all at once: tokens and requests per second, and how long answers take."""
+    """A workload given all at once: tokens and requests per second, how long answers take, what the machine allows."""
     from chairlift.bench import offline, report
     from chairlift.bench.workloads import Lengths, make
     from chairlift.execution.build import choose_device
@@ -75,6 +79,8 @@ def offline(
         python=compare_python or sys.executable,
         repeat=repeat,
         threads=threads,
+        temperature=temperature,
+        profile_steps=profile_steps,
     )
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
@@ -83,6 +89,9 @@ def offline(
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=2) + "\n")
     show(report.table(summary))
+    print(*report.orientation(summary), sep="\n")
+    if profile_steps:
+        show(report.steps_table(summary["engines"][0]["info"]["steps"]))
 
 
 @app.command()

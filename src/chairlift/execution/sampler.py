@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ class RowRules:
     allowed: torch.Tensor | None
     stop_ids: torch.Tensor | None
     min_length: int  # until the sequence is this long, its stop tokens are banned
-    bad_words: tuple[torch.Tensor, ...]
+    bad_words: tuple[tuple[torch.Tensor, int], ...]  # how each begins, and the token that would complete it
 
 
 class Sampler:
@@ -61,30 +62,41 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """One token for each row of logits, which may be changed; it will stand at `positions`."""
-        for i, row in enumerate(rows.tolist()) if self._rules else ():
-            if row in self._rules:
-                self._apply_rules(logits[i], self._rules[row], row, int(positions[i]))
+        ruled = [i for i, row in enumerate(rows.tolist()) if row in self._rules] if self._rules else []
         penalized = np.flatnonzero(self._has_penalties[rows])
+        if ruled or penalized.size or not sampling.is_fused(logits):
+            logits = logits.float()
+        for i in ruled:
+            self._apply_rules(logits[i], self._rules[int(rows[i])], int(rows[i]), int(positions[i]))
         if penalized.size:
             self._apply_penalties(logits, penalized, rows[penalized], positions[penalized])
         random = np.flatnonzero(self._temperature[rows] > 0)
         if not random.size:
             return sampling.likeliest(logits)
-        if random.size == rows.size:
+        if random.size == rows.size or sampling.is_fused(logits):
             return self._draw(logits, rows, positions)
         tokens = sampling.likeliest(logits)
         index = self._send(random)
         tokens[index] = self._draw(logits[index], rows[random], positions[random])
         return tokens
 
+    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
+        """Have every kernel compiled before a request needs it."""
+        one = torch.ones(1, device=self._device)
+        filters = sampling.Filters(one.long(), one / 2, one / 2)
+        for kind in {dtype, torch.float32}:  # rules and penalties compute in float32
+            logits = torch.zeros(1, vocabulary, dtype=kind, device=self._device)
+            sampling.likeliest(logits)
+            for each in (None, filters):
+                sampling.draw(logits, one, one.long().expand(1, 2).contiguous(), each)
+
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        logits = logits / self._send(self._temperature[rows])[:, None]
-        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
-        if (top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any():
-            logits = sampling.keep_likeliest(logits, self._send(top_k), self._send(top_p), self._send(min_p))
-        return sampling.likeliest(
-            logits.add_(sampling.gumbel(self._send(self._keys(rows, positions)), logits.shape[-1]))
-        )
+        shares = np.stack([self._temperature[rows], self._top_p[rows], self._min_p[rows]])
+        top_k = self._top_k[rows]
+        temperature, top_p, min_p = self._send(shares)
+        is_filtered = (top_k > 0).any() or (shares[1] < 1).any() or (shares[2] > 0).any()
+        filters = sampling.Filters(self._send(top_k), top_p, min_p) if is_filtered else None
+        return sampling.draw(logits, temperature, self._send(self._keys(rows, positions)), filters)
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Two 32-bit keys from (seed, position): all the randomness there is."""
@@ -114,12 +126,11 @@ class Sampler:
             logits[rule.allowed] = allowed
         if rule.stop_ids is not None and position < rule.min_length:
             logits[rule.stop_ids] = -torch.inf
-        for word in rule.bad_words:
-            begun = len(word) - 1
-            if begun > position:
+        for begun, last in rule.bad_words:
+            if len(begun) > position:
                 continue
-            matches = (self._tokens[row, position - begun : position] == word[:-1]).all()
-            logits[word[-1]] = torch.where(matches, -torch.inf, logits[word[-1]])
+            matches = (self._tokens[row, position - len(begun) : position] == begun).all()
+            logits[last] = torch.where(matches, -torch.inf, logits[last])
 
     def _read_rules(self, sequence: Sequence) -> RowRules | None:
         params, request = sequence.request.params, sequence.request
@@ -128,17 +139,18 @@ class Sampler:
             return None
         bias = None
         if params.logit_bias:
-            bias = self._ids(params.logit_bias), torch.tensor(list(params.logit_bias.values()), device=self._device)
+            values = np.array(list(params.logit_bias.values()), np.float32)
+            bias = self._ids(params.logit_bias), self._send(values)
         return RowRules(
             bias=bias,
             allowed=self._ids(params.allowed_token_ids) if params.allowed_token_ids else None,
             stop_ids=self._ids(sequence.stop_ids) if must_go_on else None,
             min_length=sequence.prompt_length + params.min_tokens,
-            bad_words=tuple(self._ids(word) for word in request.bad_words),
+            bad_words=tuple((self._ids(word[:-1]), word[-1]) for word in request.bad_words),
         )
 
-    def _ids(self, ids: object) -> torch.Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self._device)  # type: ignore[call-overload]
+    def _ids(self, ids: Iterable[int]) -> torch.Tensor:
+        return self._send(np.array(list(ids), np.int64))
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

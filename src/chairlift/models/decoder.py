@@ -63,8 +63,8 @@ class Decoder:
         return torch.from_numpy(x) if self.is_compiled else x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [rows, vocabulary] of some rows' hidden states."""
-        return self.head(hidden).float()
+        """Logits [rows, vocabulary] of some rows' hidden states, in the model's dtype."""
+        return self.head(hidden)
 
     def _attend(self, x: Any, index: int, layer: Layer, batch: Batch, cache: KvCache) -> Any:
         config = self.config

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 from numba import njit, prange
 
+from chairlift.ops.triton_found import HAS_TRITON
+
 _CANDIDATES = 1024  # on the CPU, top-p looks at this many tokens before it sorts the whole vocabulary
 _MASK = 0xFFFFFFFF
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+
+
+class Filters(NamedTuple):
+    """What each row keeps of the vocabulary: min_p comes first, then top_k, then top_p."""
+
+    top_k: torch.Tensor  # 0: all
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+def is_fused(logits: torch.Tensor) -> bool:
+    """Whether choosing is one pass of compiled kernels here, which read logits in any dtype and skip greedy rows."""
+    return logits.is_cuda and HAS_TRITON
+
+
+def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, filters: Filters | None) -> torch.Tensor:
+    """A token of each row, drawn at its temperature from what its filters leave, with its key's noise.
+
+    At temperature 0 it is the likeliest where choosing is fused; elsewhere such rows must not be given.
+    """
+    if is_fused(logits):
+        from chairlift.ops import sampling_cuda
+
+        return sampling_cuda.draw(logits, temperature, keys, filters)
+    scaled = logits / temperature[:, None]
+    if filters is not None:
+        scaled = keep_likeliest(scaled, *filters)
+    return likeliest(scaled.add_(gumbel(keys, logits.shape[-1])))
 
 
 def penalize_(
@@ -40,7 +70,11 @@ def penalize_(
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """The id of each row's highest logit, the first of equals."""
-    if logits.device.type != "cpu":
+    if is_fused(logits):
+        from chairlift.ops import sampling_cuda
+
+        return sampling_cuda.likeliest(logits)
+    if logits.is_cuda or logits.dtype != torch.float32:
         return logits.argmax(-1)
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     _likeliest(logits.numpy(), out.numpy(), torch.get_num_threads())
@@ -71,11 +105,9 @@ def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
     """Logits with -inf for all that min_p, then top_k (0: all), then top_p leave out."""
     floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
     logits = logits.masked_fill(logits < floor, -torch.inf)
-    if not bool(((top_k > 0) | (top_p < 1)).any()):
-        return logits
-    if logits.device.type == "cpu":
-        return _keep_candidates(logits, top_k, top_p)
-    return keep_likeliest_reference(logits, top_k, top_p)
+    if logits.is_cuda:
+        return keep_likeliest_reference(logits, top_k, top_p)
+    return _keep_candidates(logits, top_k, top_p) if bool(((top_k > 0) | (top_p < 1)).any()) else logits
 
 
 def keep_likeliest_reference(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

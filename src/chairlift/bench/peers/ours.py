@@ -2,40 +2,69 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from chairlift import __version__
 from chairlift.bench.peers import Finished, Task
+from chairlift.bench.steps import Stopwatch
 from chairlift.core.params import SamplingParams
 from chairlift.execution.build import choose_device
+from chairlift.execution.profile import measure_rates
 from chairlift.llm import LLM
+
+STEPS = "steps.json"  # in the scratch folder: what steps cost, if that was asked
+_IMPORTED = time.monotonic()
 
 
 class Ours:
     """LLM.generate with token ids in and out."""
 
     def __init__(self, task: Task) -> None:
-        self._llm = LLM(task.model, progress=False, **task.settings)
+        settings = dict(task.settings)  # LLM's, and two of the benchmark's own
+        self._temperature = settings.pop("temperature", 0.0)
+        is_timed = settings.pop("profile_steps", False)
+        self._llm = LLM(task.model, progress=False, **settings)
         self._llm.tokenizer = None  # the others write no text either
+        self._start = {"imported": _IMPORTED, "loaded": time.monotonic()}
+        self._watch = Stopwatch(self._llm.engine) if is_timed else None
+        self._steps = Path(task.scratch) / STEPS
 
     def describe(self) -> dict[str, Any]:
-        """The version, and what the others must match."""
+        """The version, what the others must match, when it was ready, and how fast this machine is at its best."""
         limits = self._llm.engine.scheduler.limits
+        device, dtype = choose_device(self._llm.settings.model.device), self._llm.config.dtype
+        rates = measure_rates(device, dtype)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         return {
             "version": __version__,
-            "device": str(choose_device(self._llm.settings.model.device)),
-            "dtype": str(self._llm.config.dtype).removeprefix("torch."),
+            "device": str(device),
+            "dtype": str(dtype).removeprefix("torch."),
             "max_sequences": limits.max_sequences,
             "step_tokens": limits.step_tokens,
             "kv_tokens": self._llm.capacity.tokens,
+            "start": self._start,
+            "rates": asdict(rates),
         }
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """All prompts in one continuous batch."""
-        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in outputs]
+        """All prompts in one continuous batch, of which nothing is known from a run before."""
+        known = self._llm.engine.scheduler.memory.prefix_cache
+        if known is not None:
+            known.clear()
+        params = [SamplingParams(temperature=self._temperature, max_tokens=count, ignore_eos=True) for count in outputs]
         finished = []
         for output in self._llm.generate(prompts, params, progress=False):
             metrics = output.metrics
             assert metrics.first_token is not None and metrics.finished is not None
             finished.append(Finished(output.outputs[0].token_ids, metrics.first_token, metrics.finished))
+        self._start.setdefault("first_token", min(each.first for each in finished))
+        if self._watch is not None:
+            self._steps.write_text(json.dumps(self._watch.summary()))
         return finished

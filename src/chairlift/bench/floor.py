@@ -1,0 +1,54 @@
+"""The physical floor of a workload: the time that no engine can beat on a machine that reads and multiplies so fast.
+
+Decoding must read the weights once a step and each sequence's keys and values once a token; prompts must be multiplied
+through. Everything else is counted as free: the arithmetic of decodes, activations, sampling, launches and Python.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chairlift.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from chairlift.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What a workload takes at least."""
+
+    read_bytes: int  # by decoding
+    prompt_flops: int
+    bytes_s: float  # that the machine reads
+    flops_s: float  # that it multiplies and adds
+
+    @property
+    def seconds(self) -> float:
+        """Reading and multiplying one after the other, as they are in a batch that is there all at once."""
+        return self.read_bytes / self.bytes_s + self.prompt_flops / self.flops_s
+
+
+def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: float) -> Floor:
+    """The floor with every request in the batch from the start, so that the longest answer gives the steps."""
+    lengths = [(len(prompt), count) for prompt, count in zip(workload.prompts, workload.outputs, strict=True)]
+    matrices, head = weights_of(config)
+    # An answer's first token comes with its prompt. For each further one the last is fed in, which sees itself and all
+    # that stands before it.
+    steps = max(count for _, count in lengths) - 1
+    contexts = sum((count - 1) * prompt + count * (count - 1) // 2 for prompt, count in lengths)
+    read = steps * (matrices + head) * config.dtype.itemsize + contexts * config.kv_bytes_per_token
+    attention = 4 * config.layers * config.heads * config.head_dim  # operations for a token and one that it sees
+    flops = sum(2 * matrices * prompt + attention * (prompt * (prompt + 1) // 2) for prompt, _ in lengths)
+    return Floor(read, flops, bytes_s, flops_s)
+
+
+def weights_of(config: ModelConfig) -> tuple[int, int]:
+    """How many weights a token is multiplied by: in all layers, and once more where it is sampled."""
+    from chairlift.models.loader import tensor_shapes
+
+    shapes = tensor_shapes(config)
+    layers = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers."))
+    return layers, math.prod(shapes["model.embed_tokens.weight"])
