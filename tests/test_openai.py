@@ -8,6 +8,7 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.core.errors import RequestError
+from chairlift.openai.options import check_stream
 from chairlift.openai.params import (
     read_chat_params,
     read_completion_params,
@@ -43,10 +44,36 @@ def test_every_field_reaches_the_sampler() -> None:
         "stop_token_ids": [1, 2],
         "allowed_token_ids": [5, 6],
         "bad_words": ["bad"],
+        "best_of": 3,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
     }
     body = {**fields, "max_tokens": 9, "logit_bias": {"50": -100, "7": 1.5}, "logprobs": True, "top_logprobs": 4}
     expected = SamplingParams(**fields, max_tokens=9, logit_bias={50: -100, 7: 1.5}, logprobs=4)
     assert read_chat_params({**body, "messages": MESSAGES}) == expected
+
+
+def test_beams_are_asked_for_as_in_vllm_whatever_the_temperature() -> None:
+    search = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 2, "early_stopping": True}
+    for sampling in ({}, {"temperature": 1, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7}):
+        for read in (read_chat_params, read_completion_params):
+            params = read({**search, **sampling})
+            assert (params.use_beam_search, params.n, params.width, params.length_penalty) == (True, 2, 4, 2)
+            assert params.early_stopping is True
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"n": 2, "best_of": 3}, "best_of is 3 and n is 2, which cannot be streamed"),
+        ({"n": 2, "use_beam_search": True}, "use_beam_search cannot be streamed"),
+        ({"n": 2, "best_of": 4, "use_beam_search": True}, "use_beam_search cannot be streamed"),
+    ],
+)
+def test_what_is_chosen_at_the_end_cannot_be_streamed(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        check_stream(read_chat_params(body))
+    check_stream(read_chat_params({"n": 2, "best_of": 2}))
 
 
 def test_the_newer_name_of_max_tokens_wins() -> None:
@@ -71,7 +98,7 @@ def test_log_probabilities_are_asked_for_differently_in_chats_and_completions() 
 def test_what_changes_nothing_is_accepted() -> None:
     neutral = {"user": "u", "store": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
     assert read_chat_params(neutral) == SamplingParams(max_tokens=None)
-    assert read_completion_params({"echo": False, "best_of": 1, "suffix": None}) == SamplingParams(max_tokens=16)
+    assert read_completion_params({"echo": False, "best_of": None, "suffix": None}) == SamplingParams(max_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +112,10 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"temperature": "hot"}, "temperature is 'hot': use a number"),
         ({"n": True}, "n is True: use a whole number"),
         ({"ignore_eos": 1}, "ignore_eos is 1: use true or false"),
+        ({"n": 3, "best_of": 2}, "best_of is 2, out of range: use n or more"),
+        ({"early_stopping": "soon"}, "early_stopping is 'soon': use true, false or 'never'"),
+        ({"early_stopping": 1}, "early_stopping is 1: use true, false or 'never'"),
+        ({"use_beam_search": True, "stop": ["x"], "min_tokens": 2}, "has no use for stop, min_tokens"),
         ({"stop": 5}, "stop is 5: use a string or a list of strings"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5: use a list of whole numbers"),
         ({"logit_bias": {"the": 1}}, "logit_bias has the key 'the': use token ids"),

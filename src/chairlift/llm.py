@@ -90,8 +90,13 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Answer one prompt piece by piece; leaving the loop early ends the request."""
-        track = self._submit(prompt, params or SamplingParams())
-        return self._stream(track)
+        params = params or SamplingParams()
+        if params.width > params.n:
+            raise RequestError(
+                f"best_of is {params.best_of} and n is {params.n}: which answers are the best is known at their end; "
+                "use generate(), or leave best_of out"
+            )
+        return self._stream(self._submit(prompt, params))
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any

@@ -17,7 +17,7 @@ class RequestMetrics:
     started: float | None = None  # took its seat in the batch
     first_token: float | None = None
     finished: float | None = None
-    output_tokens: int = 0
+    output_tokens: int = 0  # of all its answers, those that best_of left out included
 
     @property
     def ttft(self) -> float | None:

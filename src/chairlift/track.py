@@ -7,7 +7,7 @@ from collections.abc import Callable
 from chairlift.core.plan import Event
 from chairlift.core.request import Request
 from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
-from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.answer import best, describe, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
 
@@ -18,7 +18,7 @@ class Track:
         self.request = request
         self._tokenizer = tokenizer
         params = request.params
-        self._readers = [AnswerReader(i, request.prompt, params, tokenizer) for i in range(params.n)]
+        self._readers = readers_of(request.prompt, params, tokenizer)
         self.output = RequestOutput(
             request_id=request.id,
             prompt=text,
@@ -40,6 +40,8 @@ class Track:
         if event.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
             start, entries = event.prompt_logprobs
             self.output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
+        if event.sequence.index >= len(self._readers):
+            return False  # one of more beams than there are answers ends with its request
         reader = self._readers[event.sequence.index]
         was_open = reader.answer.finish_reason is None
         new = reader.read(event.token, event.finish_reason, event.logprobs, event.error)
@@ -58,6 +60,7 @@ class Track:
                 other.answer.finish_reason = other.answer.finish_reason or str(event.finish_reason)
         if all(answer.finish_reason for answer in self.output.outputs) and not self.output.finished:
             self.output.finished, metrics.finished = True, now()
+            self.output.outputs = best(self.output.outputs, self.request.params.n)
         return was_open and reason is not None and event.finish_reason is None
 
     def take_chunks(self) -> list[Chunk]:

@@ -13,8 +13,9 @@ from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import StepPlan, StepResult, TokenLogprobs
 from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.request import Sequence
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.serving.engine_process import Job, main
@@ -33,7 +34,7 @@ class Clock:
 
 
 class Pretender:
-    """Tokens that follow from position alone: text, never an end."""
+    """Tokens that follow from position alone: text, never an end; all are as likely as the others."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -41,7 +42,14 @@ class Pretender:
     def submit(self, plan: StepPlan) -> StepResult:
         self._steps += 1
         time.sleep(1e9 if HANG and self._steps == HANG else STEP)
-        return StepResult([100 + sequence.computed % 100 for sequence in plan.samples])
+        tokens = [100 + sequence.computed % 100 for sequence in plan.samples]
+        return StepResult(tokens, [self._score(each, token) for each, token in zip(plan.samples, tokens, strict=True)])
+
+    def _score(self, sequence: Sequence, token: int) -> TokenLogprobs | None:
+        count = sequence.request.scored
+        if count is None:
+            return None
+        return TokenLogprobs(token, -1.0, 1, [((token + i) % VOCABULARY, -1.0) for i in range(count)])
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket

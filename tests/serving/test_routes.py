@@ -186,7 +186,6 @@ def test_hostile_names_of_fields_do_no_harm_in_a_header(server: Running) -> None
     ("path", "field", "value"),
     [
         (COMPLETION, "suffix", "the end"),
-        (COMPLETION, "best_of", 2),
         (CHAT, "response_format", {"type": "json_object"}),
         (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
         (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),

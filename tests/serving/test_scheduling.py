@@ -226,6 +226,10 @@ ORDER: dict[str, Any] = {
     "max_tokens": 4,
     "min_tokens": 0,
     "n": 1,
+    "best_of": 3,
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "early_stopping": "never",
     "temperature": 1.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -254,6 +258,9 @@ def test_all_that_policies_go_by_reaches_the_engine() -> None:
     request = as_request("0.1.name.with.dots", order)
     found = (request.tenant, request.weight, request.priority, request.deadline, request.endpoint, request.salt)
     assert found == ("alice", 2.5, 7, 5.5, "chat", "alice/mine")
+    asked = request.params
+    search = (asked.n, asked.best_of, asked.use_beam_search, asked.length_penalty, asked.early_stopping)
+    assert search == (1, 3, True, 0.5, "never")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +275,9 @@ def test_all_that_policies_go_by_reaches_the_engine() -> None:
         {"weight": float("nan")},
         {"priority": 2**31 + 1},
         {"priority": -(2**31) - 1},
+        {"best_of": 0},
+        {"best_of": 4097},
+        {"early_stopping": "soon"},
     ],
 )
 def test_what_is_out_of_bounds_never_reaches_the_scheduler(wrong: dict[str, Any]) -> None:

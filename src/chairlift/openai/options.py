@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from chairlift.core.errors import RequestError
+from chairlift.core.params import SamplingParams
 from chairlift.openai.params import Body, get
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # of a request: it goes into headers and logs
@@ -60,6 +61,19 @@ def read_options(body: Body) -> Options:
         echo=bool(get(body, "echo", "true or false")),
         no_output=bool(body.get("echo")) and body.get("max_tokens") == 0,
     )
+
+
+def check_stream(params: SamplingParams) -> None:
+    """Refuse to stream answers that are chosen only at their end."""
+    if params.use_beam_search:
+        raise RequestError(
+            "use_beam_search cannot be streamed, since its answers come at the end: leave out stream or use_beam_search"
+        )
+    if params.width > params.n:
+        raise RequestError(
+            f"best_of is {params.best_of} and n is {params.n}, which cannot be streamed, since the best are known at "
+            "the end: leave out stream, or best_of"
+        )
 
 
 def _seconds(body: Body, name: str) -> float | None:

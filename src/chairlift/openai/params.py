@@ -24,6 +24,7 @@ COMPLETION_TOKENS = 16  # what OpenAI's completions give when nobody says how ma
 # Fields that are SamplingParams' own, by what JSON may hold for them; SamplingParams checks the ranges.
 _FIELDS: dict[str, str] = {
     "n": "a whole number",
+    "best_of": "a whole number",
     "temperature": "a number",
     "top_p": "a number",
     "presence_penalty": "a number",
@@ -42,11 +43,15 @@ _FIELDS: dict[str, str] = {
     "allowed_token_ids": "a list of whole numbers",
     "bad_words": "a list of strings",
     "prompt_logprobs": "a whole number",
+    "use_beam_search": "true or false",
+    "length_penalty": "a number",
+    "early_stopping": "true, false or 'never'",
 }
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "a number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
     "true or false": lambda value: isinstance(value, bool),
+    "true, false or 'never'": lambda value: isinstance(value, bool) or value == "never",
     "a string": lambda value: isinstance(value, str),
     "an object": lambda value: isinstance(value, dict),
     "a list of strings": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
@@ -70,7 +75,6 @@ _IGNORED = frozenset(
 )
 # What we cannot do yet is fine as long as it asks for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

@@ -103,9 +103,9 @@ def echoed(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens in and out, and of those that came in, what need not be computed."""
+    """Tokens in and out, and of those that came in, what need not be computed; of best_of answers all are counted."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    completion = sum(output.metrics.output_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     return {
         "prompt_tokens": prompt,

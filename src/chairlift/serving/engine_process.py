@@ -35,6 +35,7 @@ from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores,
 log = logging.getLogger("chairlift")
 
 IDLE_MS = 400  # an idle engine shows itself alive this often
+_PART = 4096  # news in one message
 _BACKLOG = 100_000  # messages that an HTTP process may leave unread before its requests are ended
 
 
@@ -87,6 +88,12 @@ class Link:
                 return orders
             except msgspec.DecodeError as error:
                 log.error("an order could not be read and was dropped: %s", error)
+
+    def tell(self, news: list[News], stats: Stats | None) -> bool:
+        """A step's news, in messages of bounded size: beams come with all their tokens at once."""
+        parts = [news[start : start + _PART] for start in range(0, len(news), _PART)] or [[]]
+        told = [self.send(Batch(part)) for part in parts[:-1]]
+        return all(told) and self.send(Batch(parts[-1], stats))
 
     def send(self, report: messages.Report) -> bool:
         """Send without waiting; False if the other side does not read."""
@@ -169,7 +176,7 @@ class EngineLoop:
             self._engine.submit(as_request(name, order))
             link.keys[order.key] = name
         except RequestError as error:
-            link.send(Batch([News(order.key, 0, finish_reason="error", error=str(error))]))
+            link.send(Batch([News(order.key, 0, finish_reason=messages.REFUSED, error=str(error))]))
 
     def _answer_questions(self) -> None:
         """One between two steps, so that nobody is slowed down by another's questions; all where no step is due."""
@@ -203,7 +210,7 @@ class EngineLoop:
         stats = self._measure(took)
         for number, link in enumerate(self._links):
             fresh = stats if number == 0 and (took or stats != self._stats) else None
-            if (news[number] or fresh is not None) and not link.send(Batch(news[number], fresh)) and link.keys:
+            if (news[number] or fresh is not None) and not link.tell(news[number], fresh) and link.keys:
                 log.error("an HTTP process does not read its news: its %d requests are ended", len(link.keys))
                 self._leave(link)
         self._stats = stats
@@ -260,6 +267,10 @@ def as_request(name: str, order: Submit) -> Request:
         prompt=order.prompt,
         params=SamplingParams(
             n=order.n,
+            best_of=order.best_of,
+            use_beam_search=order.use_beam_search,
+            length_penalty=order.length_penalty,
+            early_stopping=order.early_stopping,
             temperature=order.temperature,
             top_k=order.top_k,
             top_p=order.top_p,
@@ -291,7 +302,8 @@ def as_request(name: str, order: Submit) -> Request:
 def as_news(key: int, event: Event) -> News:
     """An event of the core, for the wire."""
     sequence = event.sequence
-    is_first = len(sequence.tokens) == sequence.prompt_length + 1
+    # Beams have all their tokens before the first is told of.
+    is_first = len(sequence.tokens) == sequence.prompt_length + 1 or sequence.beams is not None
     return News(
         key,
         sequence.index,
@@ -299,16 +311,19 @@ def as_news(key: int, event: Event) -> News:
         None if event.finish_reason is None else event.finish_reason.value,
         sequence.started if is_first else None,
         sequence.cached if is_first else 0,
-        None if event.logprobs is None else _scored(event.logprobs),
+        None if event.logprobs is None else _scored(event.logprobs, sequence.request.params.logprobs),
         None
         if event.prompt_logprobs is None
-        else PromptScores(event.prompt_logprobs.start, [_scored(entry) for entry in event.prompt_logprobs.entries]),
+        else PromptScores(
+            event.prompt_logprobs.start, [_scored(entry, len(entry.top)) for entry in event.prompt_logprobs.entries]
+        ),
         event.error,
     )
 
 
-def _scored(entry: TokenLogprobs) -> Scored:
-    return Scored(entry.token, entry.logprob, entry.rank, entry.top)
+def _scored(entry: TokenLogprobs, asked: int | None) -> Scored:
+    """Without the alternatives that only the search for beams went by."""
+    return Scored(entry.token, entry.logprob, entry.rank, entry.top[: asked or 0])
 
 
 def start(job: Job) -> tuple[Engine, Hello, float]:

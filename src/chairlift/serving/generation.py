@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import FinishReason
@@ -14,10 +15,10 @@ from chairlift.openai.chunks import Piece
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.admission import Ticket
 from chairlift.serving.engine_client import EngineClient
-from chairlift.serving.failures import Failure, broken, timed_out, unavailable
-from chairlift.serving.messages import News, Scored, Submit
+from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
+from chairlift.serving.messages import REFUSED, News, Scored, Submit
 from chairlift.serving.metrics import Metrics
-from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.answer import best, describe, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
 BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
@@ -58,8 +59,10 @@ class Generation:
         self._ticket = ticket
         self._key = group.client.new_key()
         params = asked.params
-        self._readers = [AnswerReader(i, asked.prompt, params, group.tokenizer) for i in range(params.n)]
-        self._last_token = [0.0] * params.n
+        self._readers = readers_of(asked.prompt, params, group.tokenizer)
+        self._last_token = [0.0] * len(self._readers)
+        # A beam that is not among the n best has cost as much as one that is.
+        self._cost = -(-params.width // params.n) if params.use_beam_search else 1
         self.output = RequestOutput(
             request_id=str(self._key),
             prompt=asked.text,
@@ -82,6 +85,10 @@ class Generation:
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             n=params.n,
+            best_of=params.best_of,
+            use_beam_search=params.use_beam_search,
+            length_penalty=float(params.length_penalty),
+            early_stopping=params.early_stopping,  # type: ignore[arg-type]  # a bool or "never"
             temperature=float(params.temperature),
             top_k=params.top_k,
             top_p=float(params.top_p),
@@ -102,17 +109,22 @@ class Generation:
             endpoint=terms.endpoint,
             salt=terms.salt,
         )
-        self._group.metrics.submitted(len(asked.prompt), params.n, params.max_tokens)
+        self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
         self._group.client.submit(order, self)
 
     # ---- what the engine says
 
     def take(self, news: News) -> None:
         """Turn one event into text at once, so that a stop string ends its answer before another step is planned."""
-        reason = None if news.finish_reason is None else FinishReason(news.finish_reason)
-        if reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._fail(broken(news.error or "the request was ended by the engine"))
-            return
+        reason = None
+        if news.finish_reason is not None:
+            if news.finish_reason == REFUSED:
+                self._fail(from_request(RequestError(news.error)))
+                return
+            reason = FinishReason(news.finish_reason)
+            if reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._fail(broken(news.error or "the request was ended by the engine"))
+                return
         if news.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
             start, entries = news.prompt_logprobs.start, news.prompt_logprobs.entries
             told = [describe(_scored(entry), self._group.tokenizer) for entry in entries]
@@ -127,11 +139,12 @@ class Generation:
         if reader.has_ended() and reason is None:
             self._group.client.stop(self._key, news.index)
         answer = reader.answer
-        scores = None if answer.logprobs is None else [answer.logprobs[-1]]
-        self._group.push(
-            Piece(self._first_choice + news.index, text, [news.token], scores, answer.finish_reason, answer.stop_reason)
-        )
+        if self._group.streams:
+            choice = self._first_choice + news.index
+            scores = None if answer.logprobs is None else [answer.logprobs[-1]]
+            self._group.push(Piece(choice, text, [news.token], scores, answer.finish_reason, answer.stop_reason))
         if all(each.has_ended() for each in self._readers):
+            self.output.outputs = best(self.output.outputs, self.asked.params.n)
             self.end(str(answer.finish_reason))
 
     def lose(self, message: str) -> None:
@@ -150,7 +163,7 @@ class Generation:
             self._group.metrics.first_token(now - metrics.arrival)
         self._last_token[news.index] = now
         metrics.output_tokens += 1
-        self._ticket.count(1)
+        self._ticket.count(self._cost)
 
     # ---- its end
 
@@ -196,6 +209,7 @@ class Answering:
     tokenizer: Tokenizer | None
     terms: Terms
     timeout: float | None
+    streams: bool  # whether the client gets pieces
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None

@@ -6,7 +6,7 @@ an attack, and is dropped with a word in the log: it never reaches the scheduler
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,9 +14,11 @@ from msgspec import Meta
 from chairlift.core.explain import MOST, Standing
 
 MAX_MESSAGE = 64 << 20  # bytes
+REFUSED = "refused"  # how a request ends that the engine did not take: its error is its client's
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Answers = Annotated[int, Meta(ge=1, le=1 << 12)]
 Alternatives = Annotated[int, Meta(ge=0, le=64)]
 Name = Annotated[str, Meta(max_length=128)]  # of a request, as its client knows it
 TenantName = Annotated[str, Meta(max_length=64)]
@@ -34,7 +36,11 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     max_tokens: Annotated[int, Meta(ge=1)] | None
     min_tokens: Annotated[int, Meta(ge=0)]
-    n: Annotated[int, Meta(ge=1, le=1 << 12)]
+    n: Answers
+    best_of: Answers | None
+    use_beam_search: bool
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     temperature: float
     top_k: int
     top_p: float

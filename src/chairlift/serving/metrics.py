@@ -130,7 +130,7 @@ class Metrics:
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that had a token.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._n = self._histogram("request_params_n", "Answers asked for.", (1, 2, 5, 10, 20))
+        self._n = self._histogram("request_params_n", "Answers to make.", (1, 2, 5, 10, 20))
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens, where given.", _TOKENS)
         self._request_prompt = self._histogram("request_prompt_tokens", "A request's prompt tokens.", _TOKENS)
         self._request_output = self._histogram("request_generation_tokens", "A request's output tokens.", _TOKENS)
@@ -198,9 +198,9 @@ class Metrics:
 
     # ---- a request
 
-    def submitted(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
+    def submitted(self, prompt_tokens: int, answers: int, max_tokens: int | None) -> None:
         """A request was handed to the engine."""
-        self._n.observe(n)
+        self._n.observe(answers)
         if max_tokens is not None:
             self._max_tokens.observe(max_tokens)
 

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
-from chairlift.openai.options import Options, read_options
+from chairlift.openai.options import Options, check_stream, read_options
 from chairlift.openai.params import set_aside_unknown
 from chairlift.openai.replies import chat_completion, text_completion, usage
 from chairlift.outputs import RequestOutput
@@ -108,9 +108,11 @@ class Call:
         self.id = options.request_id or self.id
         self._check_priority(options)
         asked = await (service.reader.chat if chat else service.reader.completion)(body, hello)
+        if options.stream:
+            check_stream(asked[0].params)
         timeout = options.timeout if options.timeout is not None else service.timeout
         terms = self._terms(options, "chat" if chat else "completions")
-        answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout)
+        answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout, options.stream)
         answering.start(asked, self._admit)
         self.outputs = answering.outputs
         name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
@@ -126,7 +128,7 @@ class Call:
 
     def _admit(self, asked: list[Asked]) -> list[Ticket]:
         service, prompts = self.service, [len(each.prompt) for each in asked]
-        outputs = sum(each.params.n * (each.params.max_tokens or 0) for each in asked)
+        outputs = sum(each.params.width * (each.params.max_tokens or 0) for each in asked)
         try:
             ticket = service.admission.admit(self.tenant, sum(prompts), outputs, time.monotonic(), requests=len(asked))
             return ticket.split(prompts)

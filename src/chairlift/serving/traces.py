@@ -45,7 +45,7 @@ class Traces:
             answers = [answer for output in outputs for answer in output.outputs]
             prompt = sum(len(output.prompt_token_ids) for output in outputs)
             span.set_attribute("gen_ai.usage.input_tokens", prompt)
-            span.set_attribute("gen_ai.usage.output_tokens", sum(len(answer.token_ids) for answer in answers))
+            span.set_attribute("gen_ai.usage.output_tokens", sum(output.metrics.output_tokens for output in outputs))
             span.set_attribute("gen_ai.response.finish_reasons", [str(answer.finish_reason) for answer in answers])
             metrics = outputs[0].metrics
             if metrics.ttft is not None:

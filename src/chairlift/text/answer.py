@@ -52,7 +52,9 @@ class AnswerReader:
                 min_tokens=params.min_tokens,
             )
         if params.logprobs is not None:
-            self.answer.logprobs, self.answer.cumulative_logprob = [], 0.0
+            self.answer.logprobs = []
+        if params.logprobs is not None or params.use_beam_search or params.width > params.n:
+            self.answer.cumulative_logprob = 0.0  # what answers are chosen by is told, too
 
     def has_ended(self) -> bool:
         """Whether the answer is complete."""
@@ -81,9 +83,11 @@ class AnswerReader:
     def _take(self, token: int, scored: TokenLogprobs | None, is_stop: bool) -> str:
         answer = self.answer
         answer.token_ids.append(token)
-        if scored is not None and answer.logprobs is not None:
-            answer.logprobs.append(describe(scored, self._tokenizer))
+        if scored is not None:
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + scored.logprob
+            if answer.logprobs is not None:  # a search for beams went by more alternatives than were asked for
+                asked = scored._replace(top=scored.top[: self._params.logprobs])
+                answer.logprobs.append(describe(asked, self._tokenizer))
         if self._detokenizer is None or (is_stop and not self._params.include_stop_str_in_output):
             return ""
         new = self._detokenizer.push([token])
@@ -102,6 +106,27 @@ class AnswerReader:
         if self._detokenizer.stopped is not None:
             answer.finish_reason, answer.stop_reason = FinishReason.STOP.value, self._detokenizer.stopped
         return new
+
+
+def readers_of(prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[AnswerReader]:
+    """One for each answer that the engine tells of: it chooses among beams itself, and `best` among others."""
+    count = params.n if params.use_beam_search else params.width
+    return [AnswerReader(index, prompt, params, tokenizer) for index in range(count)]
+
+
+def best(answers: list[Answer], n: int) -> list[Answer]:
+    """The n likeliest of all, the best first and numbered anew; what failed goes before them, so that it is seen.
+
+    >>> found = best([Answer(0, "a", cumulative_logprob=-3.0), Answer(1, "b", cumulative_logprob=-2.0)], 1)
+    >>> found[0].text, found[0].index
+    ('b', 0)
+    """
+    if len(answers) == n:
+        return answers
+    ranked = sorted(answers, key=lambda answer: (answer.error is None, -(answer.cumulative_logprob or 0.0)))
+    for index, answer in enumerate(ranked[:n]):
+        answer.index = index
+    return ranked[:n]
 
 
 def describe(scored: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
