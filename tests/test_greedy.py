@@ -118,6 +118,26 @@ def test_no_choice_of_scheduling_changes_a_token(name: str, tmp_path: Path) -> N
         llm.engine.scheduler.check()
 
 
+def test_a_window_frees_what_nobody_sees_any_more(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "MistralForCausalLM", tokenizer=False, sliding_window=24)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Memory for one full sequence, which six that each hold no more than they see share without yielding.
+    llm = LLM(str(folder), progress=False, max_length=512, kv_tokens=512, step_tokens=64)
+    scheduler = llm.engine.scheduler
+    draw = random.Random(3)
+    prompts = [[draw.randrange(384) for _ in range(30)] for _ in range(6)]
+    held: list[int] = []
+    llm.engine.on_step = lambda plan, begun, took: held.append(scheduler.pool.owned)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    results = llm.generate(prompts, params)
+    for prompt, result in list(zip(prompts, results, strict=True))[:2]:
+        assert result.outputs[0].token_ids == continue_with_transformers(reference, prompt, 200)
+    # 24 tokens lie in up to three blocks of 16, and the next token may begin a fourth before the first is given back.
+    assert max(held[30:]) <= 6 * 4
+    assert scheduler.counters.preemptions == 0
+    scheduler.check()
+
+
 QUESTIONS = [
     f"{ask} {topic}?"
     for topic in ("gravity", "a prime number", "the capital of France", "photosynthesis", "12 times 12",

@@ -25,9 +25,10 @@ def assemble_scheduler(
     host: BlockPool,
     cost: Cost,
     prefix_cache: PrefixCache | None = None,
+    window: int = 0,
 ) -> Scheduler:
     """A scheduler as the settings want it, over these blocks on the device and in host memory."""
-    return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache)
+    return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache, window=window)
 
 
 def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: Cost) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 class BlockTable:
     """The blocks of one sequence, in the order of its tokens."""
 
-    __slots__ = ("blocks", "writable")
+    __slots__ = ("blocks", "gone", "writable")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         # Positions below this may be written without asking the pool: their block exists and, from the first position
         # not yet written on, is held by this table alone.
         self.writable = 0
+        self.gone = 0  # blocks at its front that it has given back: a model with a window sees them no more
 
 
 class BlockPool:
@@ -84,7 +85,8 @@ class BlockPool:
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """A second table over the same blocks, of which `length` tokens are written or will be by this step."""
         twin = BlockTable()
-        self.share(twin, table.blocks)
+        self.share(twin, table.blocks[table.gone :])
+        twin.blocks, twin.gone = list(table.blocks), table.gone
         # The tail is shared from now on: unless it is full, both must ask before they write behind `length`.
         table.writable = twin.writable = length
         return twin
@@ -102,9 +104,8 @@ class BlockPool:
     def release(self, table: BlockTable) -> None:
         """Give back every block of `table`; those that nobody else holds can be had at once."""
         holders, free, kept = self._holders, self._free, self._is_kept
-        for block in reversed(
-            table.blocks
-        ):  # the last is the first to go: without it, those before it are still of use
+        # The last is the first to go: without it, those before it are still of use.
+        for block in reversed(table.blocks[table.gone :]):
             holders[block] -= 1
             if holders[block] == 0:
                 if kept[block]:
@@ -112,7 +113,15 @@ class BlockPool:
                 else:
                     free.append(block)
         table.blocks = []
-        table.writable = 0
+        table.writable = table.gone = 0
+
+    def shed(self, table: BlockTable, count: int) -> None:
+        """Give back the first `count` blocks of `table`, which keeps its place behind them."""
+        for block in table.blocks[table.gone : count]:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free.append(block)
+        table.gone = max(table.gone, count)
 
     # ---- what the prefix cache asks
 
@@ -148,7 +157,7 @@ class BlockPool:
         """Prove that `tables` hold exactly what the pool thinks is held, and that free + cached + owned = total."""
         held = [0] * self.total
         for table in tables:
-            for block in table.blocks:
+            for block in table.blocks[table.gone :]:
                 held[block] += 1
         for block in range(self.total) if held != self._holders else ():
             assert held[block] == self._holders[block], (

@@ -22,9 +22,15 @@ class Memory:
     """The blocks on the device, what they can be found by, and those that wait in host memory."""
 
     def __init__(
-        self, pool: BlockPool, preemption: Preemption | None = None, prefix_cache: PrefixCache | None = None
+        self,
+        pool: BlockPool,
+        preemption: Preemption | None = None,
+        prefix_cache: PrefixCache | None = None,
+        window: int = 0,
     ) -> None:
+        assert not (window and prefix_cache), "a prefix that is partly gone cannot be shared"
         self.pool = pool
+        self.window = window  # tokens that the model sees, if no layer sees more; 0: all
         self.prefix_cache = prefix_cache
         self.watermark = Watermark(pool.total)
         self.preemption = preemption or Recompute()
@@ -93,6 +99,11 @@ class Memory:
             step.copies.append((source, sequence.table.blocks[len(path)]))
             sequence.computed += common
             self.copied += 1
+
+    def shed(self, sequence: Sequence) -> None:
+        """Free the blocks that its next token, and so all that follow, cannot see."""
+        if self.window and sequence.computed >= self.window:
+            self.pool.shed(sequence.table, (sequence.computed - self.window + 1) // self.pool.block_size)
 
     def grow(self, step: StepPlan, sequence: Sequence, length: int) -> None:
         """Let it write up to `length` tokens."""

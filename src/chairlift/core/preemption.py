@@ -62,7 +62,7 @@ class Swap(Recompute):
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
         """As many of its first blocks survive as the host has room for."""
         used = pool.blocks_for(sequence.computed)
-        count = min(used, self.host.free)
+        count = min(used, self.host.available)
         if count:
             self.host.grow(sequence.saved, count * pool.block_size)
         moves = list(zip(sequence.table.blocks[:count], sequence.saved.blocks, strict=True))
@@ -100,7 +100,7 @@ class Cheapest(Swap):
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
         """There and back, or once more through the model."""
-        moving = 2 * self._cost.block_copy * min(pool.blocks_for(sequence.computed), self.host.free)
+        moving = 2 * self._cost.block_copy * min(pool.blocks_for(sequence.computed), self.host.available)
         # What is computed again shares a step with others: its fixed part is not its own.
         again = self._cost.prompt_seconds(sequence.computed) - self._cost.fixed
         return super().leave(sequence, pool) if moving < again else Recompute.leave(self, sequence, pool)

@@ -45,6 +45,7 @@ class Scheduler:
         predictor: Predictor | None = None,
         budget: Budget | None = None,
         cost: Cost | None = None,
+        window: int = 0,
     ) -> None:
         if pool.total * pool.block_size < limits.max_length:
             # One sequence alone must always be able to finish: that is what makes preemption end.
@@ -57,7 +58,7 @@ class Scheduler:
         self.policy: Policy = policy or Policy()
         self.gate: Gate = gate or Continuous()
         self.prefill: PrefillMode = prefill or Chunked(limits, Cost())
-        self.memory = Memory(pool, preemption, prefix_cache)
+        self.memory = Memory(pool, preemption, prefix_cache, window)
         self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
         self.budget: Budget = budget or FixedBudget()
         self.waiting = WaitingQueue(self.policy)
@@ -302,6 +303,7 @@ class Scheduler:
         count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence.computed) - step.tokens))
         if not count:
             return
+        self.memory.shed(sequence)
         step.slices.append(Slice(sequence, sequence.computed, count))
         step.tokens += count
         sequence.computed += count

@@ -91,6 +91,7 @@ class Seats:
 
     def make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
         """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
+        self._memory.shed(sequence)
         while not self._memory.can_grow(sequence, length):
             # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
             behind = self.running[self.running.index(sequence) :]

@@ -69,7 +69,8 @@ class CacheSettings:
     )
     prefix_cache: bool = option(
         True,
-        "Keep what prompts and answers have in common with later ones; turn it off to measure without it.",
+        "Keep what prompts and answers have in common with later ones (not for models that see a sliding window only); "
+        "turn it off to measure without it.",
     )
     host_tokens: int | None = option(
         None,

@@ -120,11 +120,12 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
     pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
     disk = None
-    known = PrefixCache(pool, (host, shelf), cost) if settings.cache.prefix_cache else None
+    window = max(config.windows) if all(config.windows) else 0  # what no layer sees need not be kept
+    known = PrefixCache(pool, (host, shelf), cost) if settings.cache.prefix_cache and not window else None
     if known is not None and disk_blocks:
         disk = DiskBlocks(Path(settings.cache.disk_cache or ""), disk_blocks, capacity.block_bytes)
         known.is_sound = disk.is_sound
-    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known)
+    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, window)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     executor = TorchExecutor(decoder, cache, limits, HostBlocks(cache, host_blocks, disk) if host_blocks else None)
     if device.type == "cuda":
