@@ -177,11 +177,12 @@ def test_a_block_that_nobody_holds_is_not_in_use_though_the_prefix_cache_keeps_i
 
 def test_what_the_prefix_cache_does_is_counted_over_all_engines() -> None:
     metrics = Metrics("tiny", compat="vllm")
-    fields = ("queried_tokens", "cached_tokens", "evicted_blocks", "copied_blocks")
-    for counts in ((200, 96, 3, 1), (300, 192, 4, 1), (100, 0, 0, 0)):  # the last is another engine
+    fields = ("queried_tokens", "cached_tokens", "evicted_blocks", "copied_blocks", "from_host", "from_disk")
+    for counts in ((200, 96, 3, 1, 2, 0), (300, 192, 4, 1, 2, 5), (100, 0, 0, 0, 1, 0)):  # the last is another engine
         metrics.engine(msgspec.structs.replace(IDLE, **dict(zip(fields, counts, strict=True))))
     names = ("queries", "hits", "evictions", "copies")
     assert [value(metrics, f"prefix_cache_{name}_total") for name in names] == [400, 192, 4, 1]
+    assert [value(metrics, "prefix_cache_returns_total", tier=tier) for tier in ("host", "disk")] == [3, 5]
     theirs = read(metrics.render()[0])
     engine = frozenset({("engine", "0")})
     assert [theirs[f"vllm:prefix_cache_{name}_total"][engine] for name in names[:2]] == [400, 192]

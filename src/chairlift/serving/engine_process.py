@@ -223,6 +223,7 @@ class EngineLoop:
         scheduler = self._engine.scheduler
         count, pool, memory = scheduler.counters, scheduler.pool, scheduler.memory
         cache = memory.prefix_cache
+        from_host, from_disk = (*(cache.returns if cache is not None else []), 0, 0)[:2]
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -244,6 +245,8 @@ class EngineLoop:
             cached_tokens=count.cached_tokens,
             evicted_blocks=0 if cache is None else cache.evictions,
             copied_blocks=memory.copied,
+            from_host=from_host,
+            from_disk=from_disk,
             correlation=scheduler.predictor.correlation,
             # As many as there are tenants with requests here: a copy, since the last one is compared with the next.
             service=scheduler.policy.service.copy() if isinstance(scheduler.policy, Fair) else {},

@@ -146,6 +146,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0  # of these, found there
     evicted_blocks: int = 0
     copied_blocks: int = 0  # of which only the first tokens were of use
+    from_host: int = 0  # cached blocks that came back from host memory
+    from_disk: int = 0
     correlation: float | None = None  # of predicted and true lengths
     service: dict[str, float] = {}  # of each tenant that has requests here, where the policy counts it
 

@@ -126,7 +126,7 @@ class Metrics:
             values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
         self._up = self._has_been_up = self._hears_engine = False
         # With several processes, one that replaces another must not count again what that one has counted already.
-        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 12
+        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 14
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that had a token.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -156,6 +156,7 @@ class Metrics:
         self._waiting = self._gauge("num_requests_waiting", "Sequences in the queue.")
         self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks that running sequences hold, 1 is all.")
         self._kv_cached = self._gauge("kv_cache_cached_perc", "Share of KV blocks kept for prompts to come, 1 is all.")
+        returns = self._family("prefix_cache_returns", "KV blocks that had left the device and came back.", "tier")
         self._engine_counters = (
             self._counter("requests_submitted", "Requests that reached the engine."),
             self._counter("requests_finished", "Requests that the engine finished."),
@@ -163,12 +164,13 @@ class Metrics:
             self._counter("requests_rejected", "Requests that the engine would not take."),
             self._counter("requests_failed", "Requests that ended in an error of the engine."),
             self._counter("num_preemptions", "Times a sequence gave up its memory to another."),
-            self._counter("kv_blocks_swapped_out", "KV blocks of such sequences that were moved to host memory."),
+            self._counter("kv_blocks_swapped_out", "KV blocks that were moved to host memory."),
             self._counter("kv_blocks_swapped_in", "KV blocks that were brought back from there."),
             self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
             self._counter("prefix_cache_hits", "Of these, tokens that it had."),
             self._counter("prefix_cache_evictions", "KV blocks that it gave up for others."),
             self._counter("prefix_cache_copies", "KV blocks copied from it for their first tokens."),
+            *(returns.labels(model, tier) for tier in ("host", "disk")),
         )
         waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by what holds it up.", "reason")
         self._waits = {reason: waits.labels(model, reason or NOT_PLANNED) for reason in ("", *WAITS)}
@@ -269,7 +271,7 @@ class Metrics:
         if s.service or self._service:
             self._serve(s.service)
         counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)
-        cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks)
+        cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks, s.from_host, s.from_disk)
         totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache)
         if totals != self._totals:
             self._count_up(totals)
