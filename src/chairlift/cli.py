@@ -13,6 +13,7 @@ from chairlift import __version__
 from chairlift.commands import bench
 from chairlift.commands.batch import batch
 from chairlift.commands.bench_cache import cache
+from chairlift.commands.bench_chat import bench_chat
 from chairlift.commands.bench_kv import kv
 from chairlift.commands.chat import chat
 from chairlift.commands.compare import compare
@@ -39,6 +40,7 @@ app.command()(batch)
 app.command()(pull)
 bench.app.command()(cache)
 bench.app.command()(kv)
+bench.app.command("chat")(bench_chat)
 app.add_typer(bench.app, name="bench")
 app.command()(compare)
 app.command()(profile)
