@@ -36,9 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), request.param, tokenizer=False)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
 
 
 def conversation(draw: Random) -> list[tuple[list[int], SamplingParams, int | None]]:

@@ -23,8 +23,8 @@ from chairlift.core.prefill import PREFILL_MODES
 from chairlift.core.request import Phase
 from chairlift.core.settings import SchedulingSettings
 
-WALKS = 100
-EVENTS_A_WALK = 1700  # 6 policies x 100 walks x 1700 > 1,000,000
+WALKS = 85
+EVENTS_A_WALK = 1700  # 7 policies x 85 walks x 1700 > 1,000,000
 TENANTS = ("", "a", "b", "c")
 
 
