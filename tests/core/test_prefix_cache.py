@@ -41,7 +41,7 @@ class Alone:
         node: Node | None = path[-1] if path else self.cache.root(salt)
         for i in range(len(path), len(tokens) // SIZE):
             assert node is not None
-            node = self.cache.insert(node, packed(tokens[i * SIZE : (i + 1) * SIZE]), table.blocks[i], True)
+            node = self.cache.insert(node, packed(tokens[i * SIZE : (i + 1) * SIZE]), table.blocks[i])
         return table
 
     def find(self, tokens: list[int], salt: str = "") -> list[Node]:
@@ -103,7 +103,7 @@ def test_the_same_tokens_in_another_block_stay_private() -> None:
     first = alone.put([1] * 4)
     other = BlockTable()
     alone.pool.grow(other, 4)
-    assert alone.cache.insert(alone.cache.root(""), packed([1] * 4), other.blocks[0], True) is None
+    assert alone.cache.insert(alone.cache.root(""), packed([1] * 4), other.blocks[0]) is None
     alone.pool.release(other)
     alone.check(first)
 

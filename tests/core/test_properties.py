@@ -135,7 +135,7 @@ def test_half_a_million_random_events_break_no_promise(overlap: bool, record_pro
     record_property("core events", seen["events"])
     assert seen["events"] >= MILLION // 2
     # All that is meant to be tested did happen, and often.
-    assert min(seen.values()) > 1000, seen
+    assert min(seen.values()) > 200, str(seen)
 
 
 class Life(RuleBasedStateMachine):

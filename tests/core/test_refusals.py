@@ -8,9 +8,12 @@ import pytest
 from examples import ask, request, scheduler_of, shape_of, step
 from fakes import VOCAB
 
-from chairlift.core.errors import RequestError
+from chairlift.core.blocks import BlockPool
+from chairlift.core.errors import RequestError, SettingsError
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
+from chairlift.core.scheduler import Scheduler
 
 
 def asked_with(**params: object) -> Request:
@@ -54,3 +57,23 @@ def test_it_serves_the_longest_prompt_the_most_answers_and_the_last_token_that_f
     scheduler = scheduler_of(seats=4, max_length=20)
     scheduler.submit(Request("a", [VOCAB - 1] * 19, SamplingParams(n=4, stop_token_ids=[0, VOCAB - 1])))
     assert len(step(scheduler).samples) == 4
+
+
+# ---- settings that could never work
+
+
+@pytest.mark.parametrize("name", ["max_sequences", "step_tokens", "max_length", "vocab_size"])
+def test_a_limit_below_one_is_refused_by_name(name: str) -> None:
+    limits = {"max_sequences": 1, "step_tokens": 1, "max_length": 1, "vocab_size": 1, name: 0}
+    with pytest.raises(SettingsError, match=f"{name} is 0"):
+        Limits(**limits)
+
+
+def test_a_step_smaller_than_the_batch_is_refused() -> None:
+    with pytest.raises(SettingsError, match="step_tokens is 3, less than max_sequences 4"):
+        Limits(max_sequences=4, step_tokens=3, max_length=10, vocab_size=10)
+
+
+def test_a_cache_that_cannot_hold_one_full_sequence_is_refused() -> None:
+    with pytest.raises(SettingsError, match="holds 12 tokens, less than one sequence of max_length 13"):
+        Scheduler(Limits(1, 1, 13, 10), BlockPool(3, 4))

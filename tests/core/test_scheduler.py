@@ -9,13 +9,9 @@ from types import FrameType
 import pytest
 from examples import WORD, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
 
-from chairlift.core.blocks import BlockPool
-from chairlift.core.errors import SettingsError
-from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, StepResult, TokenLogprobs
 from chairlift.core.policy import Policy
 from chairlift.core.request import FinishReason, Phase, Sequence
-from chairlift.core.scheduler import Scheduler
 
 # ---- one budget
 
@@ -177,66 +173,6 @@ def test_the_time_of_the_first_seat_is_kept() -> None:
     first, second = ask(scheduler, "a"), ask(scheduler, "b")
     give(scheduler, scheduler.plan(3.0))
     assert (first.started, second.started) == (3.0, None)
-
-
-# ---- forks
-
-
-def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
-    scheduler = scheduler_of()
-    first = ask(scheduler, "a", prompt=6, n=3)
-    plan = scheduler.plan(0.0)
-    assert plan.tokens == 6
-    assert [(sequence.request.id, sequence.index) for sequence in plan.samples] == [("a", 0), ("a", 1), ("a", 2)]
-    assert plan.sampled_at == [5, 5, 5]
-    assert len({sequence.row for sequence in plan.samples}) == 3
-    assert [sequence.table.blocks for sequence in plan.samples] == [first.table.blocks] * 3
-    assert scheduler.pool.owned == 2
-
-
-def test_forks_share_full_blocks_and_copy_the_one_they_write() -> None:
-    scheduler = scheduler_of(block_size=4)
-    ask(scheduler, "a", prompt=6, n=3)
-    step(scheduler)
-    full, tail = scheduler.running[0].table.blocks
-    plan = step(scheduler)
-    tables = [sequence.table.blocks for sequence in scheduler.running]
-    assert [table[0] for table in tables] == [full] * 3
-    assert len({table[1] for table in tables}) == 3
-    assert plan.copies == [(tail, tables[0][1]), (tail, tables[1][1])]
-    assert tables[2][1] == tail  # the last who holds it may write it
-    assert scheduler.pool.owned == 4
-    assert step(scheduler).copies == []
-
-
-def test_forks_of_a_prompt_that_fills_its_blocks_copy_nothing() -> None:
-    scheduler = scheduler_of(block_size=4)
-    ask(scheduler, "a", prompt=8, n=2)
-    step(scheduler)
-    plan = step(scheduler)
-    assert plan.copies == []
-    assert scheduler.pool.owned == 4  # two shared, and one of its own for each
-
-
-def test_a_prompt_whose_last_chunk_is_one_token_forks_too() -> None:
-    scheduler = scheduler_of(seats=2, step_tokens=2)
-    ask(scheduler, "a", prompt=3, n=2)
-    step(scheduler)
-    plan = step(scheduler)
-    assert shape_of(plan) == [("a", 2, 1)]
-    assert [sequence.index for sequence in plan.samples] == [0, 1]
-    assert len(scheduler.running) == 2
-
-
-def test_answers_of_one_prompt_end_each_at_its_own_time() -> None:
-    scheduler = scheduler_of()
-    ask(scheduler, "a", n=2)
-    step(scheduler)
-    step(scheduler, 0, WORD)
-    assert [sequence.index for sequence in scheduler.running] == [1]
-    assert scheduler.counters.finished == 0
-    step(scheduler, 0)
-    assert scheduler.counters.finished == 1
 
 
 # ---- who yields
@@ -470,23 +406,3 @@ def test_a_step_costs_the_same_however_many_wait() -> None:
         assert len(scheduler.waiting) == waiting
         costs.add(lines_run(lambda scheduler=scheduler: give(scheduler, scheduler.plan(0.0))))
     assert len(costs) == 1
-
-
-# ---- limits
-
-
-@pytest.mark.parametrize("name", ["max_sequences", "step_tokens", "max_length", "vocab_size"])
-def test_a_limit_below_one_is_refused_by_name(name: str) -> None:
-    limits = {"max_sequences": 1, "step_tokens": 1, "max_length": 1, "vocab_size": 1, name: 0}
-    with pytest.raises(SettingsError, match=f"{name} is 0"):
-        Limits(**limits)
-
-
-def test_a_step_smaller_than_the_batch_is_refused() -> None:
-    with pytest.raises(SettingsError, match="step_tokens is 3, less than max_sequences 4"):
-        Limits(max_sequences=4, step_tokens=3, max_length=10, vocab_size=10)
-
-
-def test_a_cache_that_cannot_hold_one_full_sequence_is_refused() -> None:
-    with pytest.raises(SettingsError, match="holds 12 tokens, less than one sequence of max_length 13"):
-        Scheduler(Limits(1, 1, 13, 10), BlockPool(3, 4))

@@ -41,7 +41,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"batch_window": float("inf")}, "batch_window is inf"),
     ({"target_tpot": 0.0}, "target_tpot is 0.0"),
     ({"target_tpot": 0.1, "prefill": "whole"}, "target_tpot is 0.1 with whole prompts"),
-    ({"host_tokens": 0}, "host_tokens is 0"),
+    ({"host_tokens": -1}, "host_tokens is -1: use 0 or more"),
+    ({"host_tokens": 0, "disk_cache": "."}, "host_tokens is 0: leave one of them out"),
     ({"max_lenght": 5}, "unknown setting max_lenght: there are aging, batch_window"),
 ]
 

@@ -91,6 +91,16 @@ class Running:
         return self.get("/health").status_code == 200
 
 
+def keys_file(folder: Path, **tenants: str) -> str:
+    """A file of keys, `sk-key-of-NAME`: the operator's, who is an admin, and each tenant's with its limits, if any."""
+    limits = {"operator": "admin = true", **tenants}
+    entries = [f'[[key]]\nkey = "sk-key-of-{name}"\ntenant = "{name}"\n{more}\n' for name, more in limits.items()]
+    file = folder / "keys.toml"
+    file.write_text("\n".join(entries))
+    file.chmod(0o600)
+    return str(file)
+
+
 @contextmanager
 def running(
     model: Path | str, *flags: str, fake: bool = False, environment: dict[str, str] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from running import Running, running
+from running import Running, keys_file, running
 
 from chairlift import LLM, SamplingParams
 from chairlift.batch import run_batch
@@ -21,17 +21,6 @@ MESSAGES: Any = [{"role": "user", "content": "What is the answer?"}]
 DRAWN: dict[str, Any] = {"seed": 11, "temperature": 1.2, "max_tokens": 24, "ignore_eos": True}
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.6, "max_tokens": 24}
 THEIRS = {"n", "best_of", "seed", "temperature", "max_tokens", "logprobs", "stop", "stream", "timeout", "top_logprobs"}
-KEYS = """
-[[key]]
-key = "sk-of-the-operator"
-tenant = "operator"
-admin = true
-
-[[key]]
-key = "sk-of-the-metered"
-tenant = "metered"
-tokens_per_minute = 90
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +46,10 @@ def server(tiny_model: Path) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose answers take seconds, and that wants keys."""
-    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
-    keys.write_text(KEYS)
+    keys = keys_file(tmp_path_factory.mktemp("keys"), metered="tokens_per_minute = 90")
     fake = {"FAKE_STEP": "0.005", "FAKE_SEQUENCES": "256"}
-    with running(tiny_model, "--api-keys", str(keys), fake=True, environment=fake) as started:
-        started.key = "sk-of-the-operator"
+    with running(tiny_model, "--api-keys", keys, fake=True, environment=fake) as started:
+        started.key = "sk-key-of-operator"
         yield started
 
 
@@ -293,7 +281,7 @@ def test_a_client_that_leaves_takes_all_answers_along(
 
 
 def test_beams_that_are_not_among_the_best_count_against_a_tenant_s_rate(slow: Running) -> None:
-    metered = OpenAI(base_url=f"{slow.url}/v1", api_key="sk-of-the-metered", max_retries=0)
+    metered = OpenAI(base_url=f"{slow.url}/v1", api_key="sk-key-of-metered", max_retries=0)
     search = {"use_beam_search": True, "best_of": 4}
     for _ in range(2):
         complete(metered, max_tokens=16)

@@ -11,25 +11,11 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from running import Running, running
+from running import Running, keys_file, running
 
 from chairlift.serving.service import salt_of
 
 RESET = "/reset_prefix_cache"
-KEYS = """
-[[key]]
-key = "sk-operator"
-tenant = "operator"
-admin = true
-
-[[key]]
-key = "sk-alice-0001"
-tenant = "alice"
-
-[[key]]
-key = "sk-bob-000001"
-tenant = "bob"
-"""
 PROMPT = list(range(10, 110))  # six blocks of 16, and some
 CACHED = 96
 BLOCKS = 256
@@ -37,11 +23,10 @@ BLOCKS = 256
 
 @pytest.fixture(scope="module")
 def started(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
-    keys.write_text(KEYS)
-    flags = ("--served-model-name", "tiny", "--api-keys", str(keys), "--max-length", "256", "--block-size", "16")
+    keys = keys_file(tmp_path_factory.mktemp("keys"), alice="", bob="")
+    flags = ("--served-model-name", "tiny", "--api-keys", keys, "--max-length", "256", "--block-size", "16")
     with running(tiny_model, *flags, "--kv-tokens", str(16 * BLOCKS)) as found:
-        found.key = "sk-operator"
+        found.key = "sk-key-of-operator"
         yield found
 
 
@@ -53,7 +38,7 @@ def server(started: Running) -> Iterator[Running]:
     started.wait_until(started.is_idle)
 
 
-def client_of(server: Running, key: str = "sk-alice-0001") -> OpenAI:
+def client_of(server: Running, key: str = "sk-key-of-alice") -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
@@ -126,7 +111,7 @@ def test_another_salt_finds_nothing_and_the_same_one_does(server: Running) -> No
 
 
 def test_a_tenant_never_finds_what_another_has_asked(server: Running) -> None:
-    alice, bob = client_of(server), client_of(server, "sk-bob-000001")
+    alice, bob = client_of(server), client_of(server, "sk-key-of-bob")
     assert [cached(alice), cached(alice, salt="mine")] == [0, 0]
     guesses = [None, "mine", "alice", "alice/", "alice/mine", "/alice", "../alice/", "alice\x01mine"]
     assert [cached(bob, salt=salt) for salt in guesses] == [0] * len(guesses)
@@ -144,11 +129,11 @@ def test_no_two_pairs_of_a_tenant_and_a_salt_are_one() -> None:
 
 
 def test_a_reset_is_the_administrator_s_and_forgets_everybody_s(server: Running) -> None:
-    alice, bob = client_of(server), client_of(server, "sk-bob-000001")
+    alice, bob = client_of(server), client_of(server, "sk-key-of-bob")
     for client in (alice, bob):
         cached(client)
     assert server.post(RESET, headers={}).status_code == 401
-    refused = server.post(RESET, headers={"Authorization": "Bearer sk-alice-0001"})
+    refused = server.post(RESET, headers={"Authorization": "Bearer sk-key-of-alice"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
     assert server.get(RESET).status_code == 405
     assert cached(alice) == CACHED, "nothing was forgotten yet"

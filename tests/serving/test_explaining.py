@@ -14,24 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, running
+from running import Running, keys_file, running
 
 COMPLETION = "/v1/completions"
-KEYS = """
-[[key]]
-key = "sk-operator"
-tenant = "operator"
-admin = true
-
-[[key]]
-key = "sk-alice-0001"
-tenant = "alice"
-
-[[key]]
-key = "sk-bob-000001"
-tenant = "bob"
-"""
-OPERATOR, ALICE, BOB = ({"Authorization": f"Bearer {key}"} for key in ("sk-operator", "sk-alice-0001", "sk-bob-000001"))
+OPERATOR, ALICE, BOB = (
+    {"Authorization": f"Bearer {key}"} for key in ("sk-key-of-operator", "sk-key-of-alice", "sk-key-of-bob")
+)
 
 
 @contextmanager
@@ -61,13 +49,10 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two seats, and keys; the tests' own questions carry the operator's."""
-    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
-    keys.write_text(KEYS)
+    keys = keys_file(tmp_path_factory.mktemp("keys"), alice="", bob="")
     environment = {"FAKE_SEQUENCES": "2", "FAKE_STEP": "0.05"}
-    with running(
-        tiny_model, "--api-keys", str(keys), "--max-waiting", "50", fake=True, environment=environment
-    ) as found:
-        found.key = "sk-operator"
+    with running(tiny_model, "--api-keys", keys, "--max-waiting", "50", fake=True, environment=environment) as found:
+        found.key = "sk-key-of-operator"
         yield found
 
 
@@ -138,7 +123,7 @@ def test_every_answer_of_a_call_is_told(server: Running) -> None:
         assert [(each["state"], each["index"]) for each in found] == [
             *(("running", 0), ("running", 1), ("waiting", 0), ("waiting", 0)),
         ], "what waits has not forked yet"
-        [name, *lines] = run_command("six", "--url", server.url, "--api-key", "sk-operator").stdout.splitlines()
+        [name, *lines] = run_command("six", "--url", server.url, "--api-key", "sk-key-of-operator").stdout.splitlines()
         assert name == "Answer 1 of 4 that have not ended:"
         assert [line for line in lines if line.startswith("Answer")] == [
             f"Answer {number} of 4 that have not ended:" for number in (2, 3, 4)
@@ -162,7 +147,7 @@ def test_one_that_has_ended_is_not_there(server: Running) -> None:
 
 
 def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
-    done = run_command("cmpl-alices", "--url", f"{crowd.url}/v1", "--api-key", "sk-alice-0001")
+    done = run_command("cmpl-alices", "--url", f"{crowd.url}/v1", "--api-key", "sk-key-of-alice")
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
     assert lines == [
@@ -176,8 +161,8 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nothing", "--api-key", "sk-alice-0001"), "HTTP 404: no request 'nothing' of yours waits or runs here"),
-        (("a/../b", "--api-key", "sk-alice-0001"), "HTTP 404"),
+        (("nothing", "--api-key", "sk-key-of-alice"), "HTTP 404: no request 'nothing' of yours waits or runs here"),
+        (("a/../b", "--api-key", "sk-key-of-alice"), "HTTP 404"),
         (("first",), "HTTP 401: no valid API key"),
         (("first", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (connection refused)"),
         (("first", "--url", "nowhere"), "'nowhere' is no URL of a server"),
@@ -210,7 +195,9 @@ def test_a_stuck_engine_is_told_in_time_and_holds_few_questions(server: Running)
 
 
 def test_any_http_process_answers_for_all(tiny_model: Path) -> None:
-    environment = {"FAKE_STEP": "0.05"}
+    environment = {
+        "FAKE_STEP": "0.2"
+    }  # the request must outlast every try to reach the process that does not stand still
     with running(tiny_model, "--api-workers", "2", "--policy", "fair", fake=True, environment=environment) as server:
         assert any("warning: the fair policy shares among the tenants of API keys" in line for line in server.lines)
         first, second = server.process.pid, server.child("http_process")

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from running import Running, running
+from running import Running, keys_file, running
 
 from chairlift import LLM, SamplingParams
 
@@ -20,18 +20,6 @@ PROMPT = "The chairlift never stops"
 MESSAGES: Any = [{"role": "user", "content": "What is the answer?"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
 SEEDED: dict[str, Any] = {"seed": 11, "temperature": 1.2, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
-KEYS = """
-[[key]]
-key = "sk-of-the-operator"
-tenant = "operator"
-admin = true
-
-[[key]]
-key = "sk-of-one-at-a-time"
-tenant = "single"
-max_concurrent = 1
-max_priority = 3
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +32,10 @@ def server(tiny_model: Path) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose answers take seconds, and that wants keys."""
-    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
-    keys.write_text(KEYS)
-    flags = ("--served-model-name", MODEL, "--api-keys", str(keys))
+    keys = keys_file(tmp_path_factory.mktemp("keys"), single="max_concurrent = 1\nmax_priority = 3")
+    flags = ("--served-model-name", MODEL, "--api-keys", keys)
     with running(tiny_model, *flags, fake=True, environment={"FAKE_STEP": "0.02"}) as started:
-        started.key = "sk-of-the-operator"
+        started.key = "sk-key-of-operator"
         yield started
         started.wait_until(started.is_idle)
 
@@ -413,7 +400,7 @@ def test_a_wrong_key_is_an_authentication_error(slow: Running) -> None:
 
 
 def test_too_high_a_priority_is_denied(slow: Running) -> None:
-    allowed = client_of(slow, "sk-of-one-at-a-time")
+    allowed = client_of(slow, "sk-key-of-single")
     assert chat(allowed, max_tokens=1, extra_body={"priority": 3}).usage.completion_tokens == 1
     with pytest.raises(openai.PermissionDeniedError, match="priority is 4") as caught:
         chat(allowed, max_tokens=1, extra_body={"priority": 4})
@@ -421,14 +408,14 @@ def test_too_high_a_priority_is_denied(slow: Running) -> None:
 
 
 def test_one_request_too_many_is_a_rate_limit_error_that_says_when_to_return(slow: Running) -> None:
-    single = client_of(slow, "sk-of-one-at-a-time")
+    single = client_of(slow, "sk-key-of-single")
     with chat(single, stream=True, max_tokens=400) as stream:
         next(stream)
         with pytest.raises(openai.RateLimitError) as caught:
             chat(single, max_tokens=1)
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.code == "tenant_limit"
-    patient = client_of(slow, "sk-of-one-at-a-time").with_options(max_retries=5)
+    patient = client_of(slow, "sk-key-of-single").with_options(max_retries=5)
     assert chat(patient, max_tokens=1).usage.completion_tokens == 1
 
 

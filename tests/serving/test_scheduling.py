@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, running
+from running import Running, keys_file, running
 
 from chairlift.core.settings import SchedulingSettings
 from chairlift.serving.engine_process import as_request
@@ -18,22 +18,6 @@ from chairlift.serving.messages import Submit, decode_order, encode
 from chairlift.serving.server import choices
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
-KEYS = """
-[[key]]
-key = "sk-operator"
-tenant = "operator"
-admin = true
-
-[[key]]
-key = "sk-alice-0001"
-tenant = "alice"
-ttft = "20s"
-
-[[key]]
-key = "sk-bob-000001"
-tenant = "bob"
-weight = 3
-"""
 ONE_SEAT = {"FAKE_SEQUENCES": "1", "FAKE_STEP": "0.02"}
 
 
@@ -91,10 +75,7 @@ def explained(server: Running, name: str) -> dict[str, Any] | None:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
-    file = tmp_path / "keys.toml"
-    file.write_text(KEYS)
-    file.chmod(0o600)
-    return str(file)
+    return keys_file(tmp_path, alice='ttft = "20s"', bob="weight = 3")
 
 
 def has(server: Running, name: str, **wanted: Any) -> bool:
@@ -144,14 +125,14 @@ def test_a_higher_priority_takes_the_seat_of_a_lower_one_which_then_goes_on(by_p
 def test_tenants_share_by_weight_whoever_asks_more(tiny_model: Path, keys: str) -> None:
     flags = ("--policy", "fair", "--predictor", "max_tokens", "--api-keys", keys, "--max-waiting", "50")
     with running(tiny_model, *flags, fake=True, environment=ONE_SEAT) as server, ThreadPoolExecutor(12) as pool:
-        server.key = "sk-operator"
+        server.key = "sk-key-of-operator"
         assert any("scheduling policy fair, predictor max_tokens" in line for line in server.lines)
         crowd = Crowd(server, pool)
         with holding(server, max_tokens=450):  # the operator's own: it has its share of the one seat, and no more
             for number in range(6):
-                crowd.join(f"alice-{number}", key="sk-alice-0001")
+                crowd.join(f"alice-{number}", key="sk-key-of-alice")
             for number in range(3):
-                crowd.join(f"bob-{number}", key="sk-bob-000001")
+                crowd.join(f"bob-{number}", key="sk-key-of-bob")
             told = explained(server, "alice-3")
             assert told is not None
             assert (told["tenant"], told["ahead"], told["lanes"]) == ("alice", 3, 2), "others' are in other lanes"
@@ -169,13 +150,13 @@ def test_tenants_share_by_weight_whoever_asks_more(tiny_model: Path, keys: str) 
 def test_the_earliest_deadline_goes_first_be_it_the_request_s_or_its_tenant_s(tiny_model: Path, keys: str) -> None:
     flags = ("--policy", "deadline", "--api-keys", keys, "--max-waiting", "50")
     with running(tiny_model, *flags, fake=True, environment=ONE_SEAT) as server, ThreadPoolExecutor(8) as pool:
-        server.key = "sk-operator"
+        server.key = "sk-key-of-operator"
         crowd = Crowd(server, pool)
         with holding(server):
             crowd.join("never")
-            crowd.join("alices", key="sk-alice-0001")  # 20 s, says her key
+            crowd.join("alices", key="sk-key-of-alice")  # 20 s, says her key
             crowd.join("thirty", ttft=30)
-            crowd.join("ten", key="sk-alice-0001", ttft=10.5, path=CHAT)
+            crowd.join("ten", key="sk-key-of-alice", ttft=10.5, path=CHAT)
             told = [explained(server, name) for name in ("ten", "alices", "thirty")]
             assert [each and each["ahead"] for each in told] == [0, 1, 2]
             assert told[0] is not None and "s; the earliest goes first." in told[0]["why"][2]

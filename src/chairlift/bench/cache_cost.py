@@ -98,7 +98,7 @@ def _add(pool: BlockPool, cache: PrefixCache, key: bytes) -> tuple[float, float]
     taken = perf_counter()
     node = cache.root("")
     for place, block in enumerate(table.blocks):
-        kept = cache.insert(node, key[place * _WIDTH : (place + 1) * _WIDTH], block, True)
+        kept = cache.insert(node, key[place * _WIDTH : (place + 1) * _WIDTH], block)
         assert kept is not None, "no two prompts are the same"
         node = kept
     ended = perf_counter()

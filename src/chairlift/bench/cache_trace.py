@@ -205,7 +205,7 @@ def engine_hits(trace: Trace, size: int, advance: Advance = lambda _: None) -> i
         pool.grow(table, len(path))
         node = found[-1] if found else cache.root("")
         for place in range(len(found), len(path)):
-            kept = cache.insert(node, key[4 * place : 4 * place + 4], table.blocks[place], True)
+            kept = cache.insert(node, key[4 * place : 4 * place + 4], table.blocks[place])
             assert kept is not None, "it was not found, so nobody has kept it"
             node = kept
         pool.release(table)

@@ -8,6 +8,7 @@ goes first. Queues in the order of arrival (FIFO, CLOCK, S3-FIFO) cannot be used
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -88,7 +89,7 @@ class Segmented(LRU):
         return super().pop() if self._queue else self._protected.popitem(last=False)[0]
 
 
-class Ranked:
+class Ranked(ABC):
     """The one of the lowest rank, in O(log n); a rank never falls, nor is it lower than that of a block behind it."""
 
     def __init__(self, size: int) -> None:
@@ -98,18 +99,12 @@ class Ranked:
         self._heap: list[tuple[float, int, int]] = []  # all of those, and some that are out of date
         self._moves = 0
 
-    def value(self, block: int) -> float:
-        """What a use now makes of the rank, at least."""
-        raise NotImplementedError
+    @abstractmethod
+    def use(self, blocks: Sequence[int]) -> None:
+        """Give them their ranks."""
 
     def keep(self, block: int, content: int) -> None:
         self._rank[block] = -inf
-
-    def use(self, blocks: Sequence[int]) -> None:
-        self._time += 1
-        highest, rank = -inf, self._rank
-        for block in reversed(blocks):
-            highest = rank[block] = max(highest, rank[block], self.value(block))
 
     def add(self, block: int) -> None:
         self._moves += 1
@@ -155,14 +150,17 @@ class Counted(Ranked):
             self._gone.popitem(last=False)
         return block
 
-    def value(self, block: int) -> float:
-        uses, last = self._past[block]
-        self._past[block] = uses + 1, self._time
-        return self.worth(uses + 1, last)
+    def use(self, blocks: Sequence[int]) -> None:
+        self._time += 1
+        highest, rank = -inf, self._rank
+        for block in reversed(blocks):
+            uses, last = self._past[block]
+            self._past[block] = uses + 1, self._time
+            highest = rank[block] = max(highest, rank[block], self.worth(uses + 1, last))
 
+    @abstractmethod
     def worth(self, uses: int, before: int) -> float:
-        """The rank of a block used so often, and before this use then."""
-        raise NotImplementedError
+        """The rank of a block used so often, and before this use then, at least."""
 
 
 class LRU2(Counted):

@@ -93,7 +93,6 @@ def run_offline(
 def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scratch: Path) -> Task:
     """The task for our own engine; what the others must match is known once it is loaded."""
     model, settings = benchmark.model, dict(benchmark.settings)
-    settings |= {"temperature": benchmark.temperature, "profile_steps": benchmark.profile_steps}
     if benchmark.compare:
         if subject.is_random:  # ours must read the very numbers that the others read
             model, settings["load_format"] = str(subject.folder(scratch)), "auto"
@@ -108,6 +107,8 @@ def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scrat
         longest=max(lengths),
         total=sum(lengths),
         settings=settings,
+        temperature=benchmark.temperature,
+        profile_steps=benchmark.profile_steps,
     )
 
 

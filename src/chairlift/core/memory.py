@@ -178,18 +178,18 @@ class Memory:
             return
         key, width = packed(sequence.tokens[first * size : full * size]), 4 * size
         for i, block in enumerate(sequence.table.blocks[first:full]):
-            node = self.prefix_cache.insert(node, key[i * width : (i + 1) * width], block, step is None)
+            node = self.prefix_cache.insert(node, key[i * width : (i + 1) * width], block)
             if node is None:  # another with the same tokens was faster: what follows stays private
                 break
-            if not node.is_ready and step is not None:
-                step.fresh.append(node)
+            if step is not None:
+                step.expect(node)
         prefix.cursor, prefix.kept = node, full
         sequence.due = (full + 1) * size if node is not None else NEVER
 
     def confirm(self, step: StepPlan) -> None:
         """The pass has come back: what it wrote is there."""
         for node in step.fresh:
-            node.is_ready = True
+            node.passes -= 1
 
     def disown(self, step: StepPlan, running: Iterable[Sequence]) -> list[Sequence]:
         """The pass has failed: nobody may find what it should have written; those who run and have found it already."""
@@ -269,7 +269,9 @@ class Memory:
         cache = self.prefix_cache
         if cache is None or all(node.block >= 0 for node in path):
             return
-        step.fresh += (node for node in path if node.block < 0)
+        for node in path:
+            if node.block < 0:
+                step.expect(node)
         for number, slot, block in cache.bring_back(path, sequence.table):
             (step.restored if number == HOST else step.loaded).append((slot, block))
         for shelf, table in zip(cache.shelves, held, strict=True):

@@ -42,6 +42,11 @@ class StepPlan:
     # Blocks that this pass fills or moves and that others can find: those planned after it read what it has written.
     fresh: list[Node] = field(default_factory=list)
 
+    def expect(self, node: Node) -> None:
+        """This pass fills or moves a cached block."""
+        node.passes += 1
+        self.fresh.append(node)
+
     def __bool__(self) -> bool:
         return bool(self.slices)
 

@@ -9,6 +9,10 @@ from chairlift.core.request import Sequence
 Lane = Hashable
 
 
+def _nothing(sequence: Sequence) -> int:
+    return 0
+
+
 class Policy:
     """First come, first served, and the rules that other policies change.
 
@@ -47,9 +51,7 @@ class Policy:
 
     # ---- what it may want to know
 
-    cached: Callable[[Sequence], int] = staticmethod(
-        lambda sequence: 0
-    )  # tokens of one who waits that are there already
+    cached: Callable[[Sequence], int] = staticmethod(_nothing)  # tokens of one who waits that are in the prefix cache
 
     def arrived(self, sequence: Sequence) -> None:
         """It waits for the first time."""

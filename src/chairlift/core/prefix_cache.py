@@ -33,15 +33,20 @@ _LEAF: dict[bytes, Node] = {}  # the children of all who have none
 class Node:
     """One block of the cache and the tokens in it."""
 
-    __slots__ = ("block", "children", "chunk", "is_ready", "parent", "shelf", "slot")
+    __slots__ = ("block", "children", "chunk", "parent", "passes", "shelf", "slot")
 
-    def __init__(self, parent: Node | None, chunk: bytes, block: int, is_ready: bool) -> None:
+    def __init__(self, parent: Node | None, chunk: bytes) -> None:
         self.parent = parent
         self.chunk = chunk  # the block's tokens, packed; a root's salt
-        self.block = block  # on the device; -1: not there, or a root
+        self.block = -1  # on the device, if it is there
         self.shelf = self.slot = -1  # where else it is
-        self.is_ready = is_ready  # whether the pass that fills or moves it has come back
+        self.passes = 0  # that fill or move it and have not come back
         self.children = _LEAF
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that was to be written is there."""
+        return not self.passes
 
     @property
     def is_gone(self) -> bool:
@@ -125,9 +130,9 @@ class PrefixCache:
 
     def root(self, salt: str) -> Node:
         """Where the blocks of a salt begin."""
-        return Node(None, salt.encode(), -1, True)
+        return Node(None, salt.encode())
 
-    def insert(self, parent: Node, chunk: bytes, block: int, is_ready: bool) -> Node | None:
+    def insert(self, parent: Node, chunk: bytes, block: int) -> Node | None:
         """Let a held block be found behind `parent`; None if another block with the same content can be."""
         if parent.parent is None:
             parent = self._roots.setdefault(parent.chunk, parent)
@@ -135,14 +140,13 @@ class PrefixCache:
             return None  # all was forgotten in the meantime
         node = parent.children.get(chunk)
         if node is None:
-            node = Node(parent, chunk, -1, is_ready)
+            node = Node(parent, chunk)
             if parent.children is _LEAF:
                 parent.children = {}
             parent.children[chunk] = node
         elif node.block >= 0:
             return node if node.block == block else None
         self._put(node, block)
-        node.is_ready = is_ready
         return node
 
     def bring_back(self, path: list[Node], table: BlockTable) -> list[tuple[int, int, int]]:
@@ -151,7 +155,6 @@ class PrefixCache:
         for depth, node in enumerate(path):
             if node.block < 0:
                 self._put(node, table.blocks[depth])
-                node.is_ready = False
                 self.returns[node.shelf] += 1
                 moves.append((node.shelf, node.slot, node.block))
         return moves
@@ -202,6 +205,7 @@ class PrefixCache:
             assert len(there) == sum(node is not None for node in nodes), "slots are kept that cannot be found"
         for node in found:
             assert not node.is_gone
+            assert node.passes >= 0
             assert node.parent is not None
             assert node.parent.children[node.chunk] is node
             assert len(node.chunk) == self._width
@@ -247,7 +251,8 @@ class PrefixCache:
         if node.parent.children.get(node.chunk) is not node:  # the one that made room was before it, and took it along
             self.shelves[shelf].forget(slot)
             return True
-        node.shelf, node.slot, node.is_ready = shelf, slot, False
+        node.shelf, node.slot = shelf, slot
+        node.passes += 1
         self._shelved[shelf][node.slot] = node
         self.leaving.append(Move(source, shelf, node.slot, node))
         return True
@@ -257,9 +262,10 @@ class PrefixCache:
         self._shelved[node.shelf][node.slot] = None
         node.shelf = node.slot = -1
         coming = [move for move in self.leaving if move.node is not node]
-        was_there = len(coming) == len(self.leaving)
+        cancelled = len(self.leaving) - len(coming)
+        node.passes -= cancelled
         self.leaving = coming
-        return was_there
+        return not cancelled
 
     def _lose(self, node: Node) -> None:
         """It is nowhere any more, and so what is behind it is of no use."""

@@ -75,7 +75,8 @@ class CacheSettings:
     host_tokens: int | None = option(
         None,
         "Tokens kept in host memory: cached ones that had to make room, and those of sequences that swap has preempted "
-        "(default: on a GPU, or with swap, within a quarter of free RAM); raise it when what returns was gone.",
+        "(default: on a GPU, or with swap, within a quarter of free RAM); raise it when what returns was gone; 0 keeps "
+        "none.",
     )
     disk_cache: str | None = option(
         None, "A folder on a fast disk for cached tokens that host memory has no room for; set it for long sessions."
@@ -187,15 +188,19 @@ class Settings:
             raise SettingsError(f"kv_tokens is {self.cache.kv_tokens}: use 1 or more, or leave it out")
         if self.model.max_length is not None and self.model.max_length < 2:
             raise SettingsError(f"max_length is {self.model.max_length}: a prompt and an answer need at least 2 tokens")
-        for group, name in (
-            (self.scheduling, "max_sequences"),
-            (self.scheduling, "step_tokens"),
-            (self.cache, "host_tokens"),
-            (self.cache, "disk_tokens"),
+        for group, name, least in (
+            (self.scheduling, "max_sequences", 1),
+            (self.scheduling, "step_tokens", 1),
+            (self.cache, "host_tokens", 0),
+            (self.cache, "disk_tokens", 1),
         ):
             value = getattr(group, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"{name} is {value}: use 1 or more, or leave it out")
+            if value is not None and value < least:
+                raise SettingsError(f"{name} is {value}: use {least} or more, or leave it out")
+        if self.cache.disk_cache is not None and self.cache.host_tokens == 0:
+            raise SettingsError(
+                "disk_cache is reached through host memory, and host_tokens is 0: leave one of them out"
+            )
         chosen = self.scheduling
         for name in ("target_tpot", "batch_window", "aging"):
             value = getattr(chosen, name)

@@ -116,14 +116,15 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / _TRIED
     scheduling = settings.scheduling
-    host_blocks, disk_blocks = choose_shelves(settings, capacity, device)
+    window = max(config.windows) if all(config.windows) else 0  # what no layer sees need not be kept
+    caches = settings.cache.prefix_cache and not window
+    host_blocks, disk_blocks = choose_shelves(settings, capacity, device, caches)
     cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
     pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
+    known = PrefixCache(pool, (host, shelf), cost) if caches else None
     disk = None
-    window = max(config.windows) if all(config.windows) else 0  # what no layer sees need not be kept
-    known = PrefixCache(pool, (host, shelf), cost) if settings.cache.prefix_cache and not window else None
-    if known is not None and disk_blocks:
-        disk = DiskBlocks(Path(settings.cache.disk_cache or ""), disk_blocks, capacity.block_bytes)
+    if known is not None and settings.cache.disk_cache is not None and disk_blocks:
+        disk = DiskBlocks(Path(settings.cache.disk_cache), disk_blocks, capacity.block_bytes)
         known.is_sound = disk.is_sound
     scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, window)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
@@ -166,18 +167,21 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     return Limits(sequences, step_tokens, length, config.vocab_size)
 
 
-def choose_shelves(settings: Settings, capacity: Capacity, device: torch.device) -> tuple[int, int]:
+def choose_shelves(settings: Settings, capacity: Capacity, device: torch.device, caches: bool) -> tuple[int, int]:
     """Blocks of host memory and of a file for what has to make room on the device; none where nothing goes there."""
     chosen, size = settings.cache, capacity.block_size
+    swaps, spills = settings.scheduling.preemption != "recompute", caches and chosen.disk_cache is not None
+    affordable = available_memory() // 4
+    host = 0  # on a CPU the KV cache is host memory itself
+    if not swaps and not caches:
+        return 0, 0
     if chosen.host_tokens is not None:
         host = -(-chosen.host_tokens // size)
-    elif settings.scheduling.preemption != "recompute" or chosen.disk_cache is not None:
-        host = min(capacity.blocks, max(1, available_memory() // 4 // capacity.block_bytes))
-    elif chosen.prefix_cache and device.type == "cuda":
-        host = min(available_memory() // 4, _PINNED) // capacity.block_bytes
-    else:  # on a CPU the KV cache is host memory itself
-        host = 0
-    if chosen.disk_cache is None:
+    elif swaps or spills:
+        host = min(capacity.blocks, affordable // capacity.block_bytes)
+    elif device.type == "cuda":
+        host = min(affordable, _PINNED) // capacity.block_bytes
+    if not spills or not host:
         return host, 0
     return host, 4 * host if chosen.disk_tokens is None else -(-chosen.disk_tokens // size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ class Piece:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
-class Chunks:
+class Chunks(ABC):
     """Writes the chunks of one reply: what they have in common is made once.
 
     `prompts` has the prompt of each choice; its log-probabilities are there by the time an answer's first piece is.
@@ -59,9 +60,9 @@ class Chunks:
         self._with_ids = token_ids
         self._begun: set[int] = set()
 
+    @abstractmethod
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """The chunks that carry a piece."""
-        raise NotImplementedError
 
     def usage(self, used: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, with no choices."""

@@ -22,7 +22,10 @@ class Task:
     threads: int
     longest: int  # prompt and answer of the longest request
     total: int  # prompt and answer tokens of all requests
-    settings: dict[str, Any] = field(default_factory=dict)  # for ours
+    # For ours alone.
+    settings: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
+    profile_steps: bool = False
     # For the others, what ours came to.
     dtype: str = ""
     max_sequences: int = 0

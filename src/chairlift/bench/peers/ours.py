@@ -26,13 +26,11 @@ class Ours:
     """LLM.generate with token ids in and out."""
 
     def __init__(self, task: Task) -> None:
-        settings = dict(task.settings)  # LLM's, and two of the benchmark's own
-        self._temperature = settings.pop("temperature", 0.0)
-        is_timed = settings.pop("profile_steps", False)
-        self._llm = LLM(task.model, progress=False, **settings)
+        self._temperature = task.temperature
+        self._llm = LLM(task.model, progress=False, **task.settings)
         self._llm.tokenizer = None  # the others write no text either
         self._start = {"imported": _IMPORTED, "loaded": time.monotonic()}
-        self._watch = Stopwatch(self._llm.engine) if is_timed else None
+        self._watch = Stopwatch(self._llm.engine) if task.profile_steps else None
         self._steps = Path(task.scratch) / STEPS
 
     def describe(self) -> dict[str, Any]:
@@ -55,9 +53,7 @@ class Ours:
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
         """All prompts in one continuous batch, of which nothing is known from a run before."""
-        known = self._llm.engine.scheduler.memory.prefix_cache
-        if known is not None:
-            known.clear()
+        self._llm.reset_prefix_cache()
         params = [SamplingParams(temperature=self._temperature, max_tokens=count, ignore_eos=True) for count in outputs]
         finished = []
         for output in self._llm.generate(prompts, params, progress=False):
