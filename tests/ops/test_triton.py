@@ -134,7 +134,6 @@ def test_long_contexts_are_split_and_joined(window: int) -> None:
     cache = KvCache(1, blocks, 2, 64, 16, torch.float32, DEVICE, compiled=False)
     cache.data.normal_()
     qkv = torch.randn(3, 8, 64, device=DEVICE)
-    assert attention_cuda._parts(3 * 2, 1501, 0) > 1
     got = attention_cuda.attend(qkv, 4, cache, 0, batch, window)
     assert close(got, paged_attention_reference(qkv, 4, cache, 0, batch, window))
 

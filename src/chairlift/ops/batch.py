@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ class HostBatch(NamedTuple):
     tables: np.ndarray  # [slices, blocks] physical blocks in order
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Which decodes of a batch begin with the same blocks and read them together, on the device."""
+
+    items: torch.Tensor  # [items, 5]: first of its members, how many (0: nothing), first and last key, part
+    members: torch.Tensor  # decodes, those of a group one after the other
+    prefixes: torch.Tensor  # [decodes] how many tokens each need not read by itself
+    parts: torch.Tensor  # [decodes] in how many items these are read
+    slots: int  # results of all items for all their members, at most
+
+
 @dataclass(slots=True)
 class Batch:
     """The batch on its device, and as it was in main memory: on the CPU they are the same bytes."""
@@ -33,7 +44,9 @@ class Batch:
     contexts: torch.Tensor
     tables: torch.Tensor
     host: HostBatch
-    _tiles: torch.Tensor | None = None
+    shared: Shared | None = None
+    work: dict[int, Any] = field(default_factory=dict)  # by window: how decode_cuda divides the decodes
+    _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
 
     @property
     def decodes(self) -> int:
@@ -41,19 +54,26 @@ class Batch:
         longer = np.flatnonzero(np.diff(self.host.starts) > 1)
         return int(longer[0]) if longer.size else self.host.contexts.size
 
-    def tiles(self, tokens: int) -> torch.Tensor | None:
-        """The slices behind the decodes, cut into tiles of so many tokens: [2, tiles], each its slice and first token.
+    def tiles(self, tokens: int, long: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """The slices behind the decodes, cut into tiles of so many tokens, those with the most to see first.
 
-        Made by the first layer that asks, for all.
+        [2, tiles]: each one's slice and first token. Apart from them, as bounds in the batch, the prompts that are at
+        least `long` and here from their first token on. Made by the first layer that asks, for all.
         """
-        first = self.decodes
-        if first == self.host.contexts.size:
-            return None
-        if self._tiles is None:
-            counts = np.diff(self.host.starts)[first:]
-            found = [(first + piece, token) for piece, count in enumerate(counts) for token in range(0, count, tokens)]
-            self._tiles = torch.tensor(found, dtype=torch.int32).T.contiguous().to(self.tables.device)
-        return self._tiles
+        if (tokens, long) not in self._tiles:
+            starts, contexts = self.host.starts, self.host.contexts
+            counts = np.diff(starts)
+            behind = np.arange(contexts.size) >= self.decodes
+            is_whole = behind & (counts == contexts) & (counts >= long)
+            cut = np.flatnonzero(behind & ~is_whole)
+            tiles = -(-counts[cut] // tokens)
+            piece = np.repeat(cut, tiles)
+            first = (np.arange(piece.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
+            order = np.argsort(counts[piece] - contexts[piece] - first, kind="stable")
+            found = torch.from_numpy(np.stack([piece[order], first[order]]).astype(np.int32))
+            whole = [(int(starts[i]), int(starts[i + 1])) for i in np.flatnonzero(is_whole)]
+            self._tiles[tokens, long] = found.to(self.tables.device, non_blocking=True), whole
+        return self._tiles[tokens, long]
 
     @staticmethod
     def on(device: torch.device, host: HostBatch) -> Batch:

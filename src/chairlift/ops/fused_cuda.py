@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 
 from chairlift.ops.batch import Batch
+from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import LEAST, TOPS
 
 _GATED = 1024  # elements of a gate that a program takes
+_TURNED = 8  # heads of a token that a program turns
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -18,7 +20,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = x.shape[-1]
     width = triton.next_power_of_2(size)
-    _norm[(x.numel() // size,)](x, weight, out, eps, SIZE=size, WIDTH=width, num_warps=min(16, max(1, width // 256)))
+    warps = min(16, max(1, width // 256))
+    _norm[(x.numel() // size,)](x, weight, out, eps, SIZE=size, WIDTH=width, num_warps=warps, **early())
     return out
 
 
@@ -26,7 +29,7 @@ def silu_mul(y: torch.Tensor) -> torch.Tensor:
     """silu of the first half of the columns, times the second half."""
     rows, width = y.shape[0], y.shape[1] // 2
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
-    _gate[(rows, triton.cdiv(width, _GATED))](y, out, width, COUNT=_GATED, num_warps=4)
+    _gate[(rows, triton.cdiv(width, _GATED))](y, out, width, COUNT=_GATED, num_warps=4, **early())
     return out
 
 
@@ -44,31 +47,33 @@ def rotate_and_store(
     data, (cos, sin) = cache.data[layer], turns
     scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    _rotate[(tokens, heads)](
+    _rotate[(tokens, triton.cdiv(heads, _TURNED))](
         qkv, data, scales, batch.positions, batch.slots, cos, sin, q_norm, k_norm, eps, data.stride(0), data.stride(1),
         data.stride(2), QUERIES=heads - 2 * cache.kv_heads, KEYS=cache.kv_heads, HEADS=heads, DIM=dim, HALF=dim // 2,
         WIDTH=triton.next_power_of_2(dim // 2), BLOCK=cache.block_size, NORMED=norms is not None,
-        TOP=TOPS.get(cache.dtype, 0), LEAST=LEAST, num_warps=1,
+        TOP=TOPS.get(cache.dtype, 0), LEAST=LEAST, TILE=_TURNED, num_warps=2, **early(),
     )  # fmt: skip
 
 
 @triton.jit
-def _norm(x_at, weight_at, out_at, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _norm(x_at, weight_at, out_at, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < SIZE
+    weight = tl.load(weight_at + column, mask=inside, other=0.0)
+    wait(EARLY)
     x = tl.load(x_at + row * SIZE + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(x.dtype)
-    weight = tl.load(weight_at + column, mask=inside, other=0.0)
     tl.store(out_at + row * SIZE + column, scaled * weight, mask=inside)
 
 
 @triton.jit
-def _gate(y_at, out_at, width, COUNT: tl.constexpr):
+def _gate(y_at, out_at, width, COUNT: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     inside = column < width
+    wait(EARLY)
     gate = tl.load(y_at + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y_at + row * 2 * width + width + column, mask=inside, other=0.0)
     tl.store(out_at + row * width + column, (gate / (1.0 + tl.exp(-gate))).to(up.dtype) * up, mask=inside)
@@ -79,47 +84,60 @@ def _rotate(
     qkv_at, data_at, scales_at, positions_at, slots_at, cos_at, sin_at, q_norm_at, k_norm_at, eps, block_stride,
     side_stride, head_stride, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, TOP: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token; TOP is the largest code of an 8-bit cache, 0 where numbers are stored as they are."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, WIDTH)
-    inside = column < HALF
-    at = qkv_at + (token * HEADS + head) * DIM + column
-    first = tl.load(at, mask=inside, other=0.0)
-    second = tl.load(at + HALF, mask=inside, other=0.0)
-    is_value = head >= QUERIES + KEYS
-    if not is_value:
+    """Some heads of one token; TOP is the largest code of an 8-bit cache, 0 where numbers are stored as they are."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    is_head, is_value, is_column = head < HEADS, head >= QUERIES + KEYS, column < HALF
+    inside = is_head[:, None] & is_column[None, :]
+    at = qkv_at + (token * HEADS + head[:, None]) * DIM + column[None, :]
+    wait(EARLY)
+    first, second = tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+    if tile * TILE < QUERIES + KEYS:
         kind = first.dtype
         a, b = first.to(tl.float32), second.to(tl.float32)
         if NORMED:
-            weight_at = q_norm_at if head < QUERIES else k_norm_at
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + eps)
-            a = (a * scale).to(kind).to(tl.float32) * tl.load(weight_at + column, mask=inside, other=0.0)
-            b = (b * scale).to(kind).to(tl.float32) * tl.load(weight_at + HALF + column, mask=inside, other=0.0)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+            low, high = _weights(q_norm_at, k_norm_at, head < QUERIES, column, HALF)
+            a, b = (a * scale).to(kind).to(tl.float32) * low, (b * scale).to(kind).to(tl.float32) * high
         position = tl.load(positions_at + token)
-        c = tl.load(cos_at + position * HALF + column, mask=inside, other=0.0)
-        s = tl.load(sin_at + position * HALF + column, mask=inside, other=0.0)
-        first, second = (a * c - b * s).to(kind), (b * c + a * s).to(kind)
-        tl.store(at, first, mask=inside)
-        tl.store(at + HALF, second, mask=inside)
-    if head >= QUERIES:
+        c = tl.load(cos_at + position * HALF + column, mask=is_column, other=0.0)[None, :]
+        s = tl.load(sin_at + position * HALF + column, mask=is_column, other=0.0)[None, :]
+        stays = is_value[:, None]
+        first = tl.where(stays, first, (a * c - b * s).to(kind))
+        second = tl.where(stays, second, (b * c + a * s).to(kind))
+        tl.store(at, first, mask=inside & ~stays)
+        tl.store(at + HALF, second, mask=inside & ~stays)
+    if tile * TILE + TILE > QUERIES:
         slot = tl.load(slots_at + token)
+        is_kept = inside & (head >= QUERIES)[:, None]
         side = tl.where(is_value, 1, 0)
         own = head - QUERIES - side * KEYS
         place = slot // BLOCK * block_stride + side * side_stride + own * head_stride
-        to = data_at + place + slot % BLOCK * DIM
+        to = data_at + (place + slot % BLOCK * DIM)[:, None] + column[None, :]
         if TOP:
             low, high = first.to(tl.float32), second.to(tl.float32)
-            peak = tl.maximum(tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)), LEAST)
+            peak = tl.maximum(tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1)), LEAST)
             bits = ((peak * (1 / TOP)).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-            tl.store(scales_at + place // 2 + slot % BLOCK, bits.to(tl.int16))
-            step = tl.zeros([WIDTH], tl.float32) + (bits << 16).to(tl.float32, bitcast=True)
-            tl.store(to + column, _nearest(tl.div_rn(low, step), TOP), mask=inside)
-            tl.store(to + HALF + column, _nearest(tl.div_rn(high, step), TOP), mask=inside)
+            tl.store(scales_at + place // 2 + slot % BLOCK, bits.to(tl.int16), mask=is_head & (head >= QUERIES))
+            step = tl.zeros([TILE, WIDTH], tl.float32) + (bits << 16).to(tl.float32, bitcast=True)[:, None]
+            tl.store(to, _nearest(tl.div_rn(low, step), TOP), mask=is_kept)
+            tl.store(to + HALF, _nearest(tl.div_rn(high, step), TOP), mask=is_kept)
         else:
-            tl.store(to + column, first, mask=inside)
-            tl.store(to + HALF + column, second, mask=inside)
+            tl.store(to, first, mask=is_kept)
+            tl.store(to + HALF, second, mask=is_kept)
+
+
+@triton.jit
+def _weights(q_norm_at, k_norm_at, is_query, column, HALF: tl.constexpr):
+    """The weights of the norm for both halves of each head: those of queries, or of keys."""
+    inside, is_query = column < HALF, is_query[:, None]
+    low_q = tl.load(q_norm_at + column, mask=inside, other=0.0)[None, :]
+    low_k = tl.load(k_norm_at + column, mask=inside, other=0.0)[None, :]
+    high_q = tl.load(q_norm_at + HALF + column, mask=inside, other=0.0)[None, :]
+    high_k = tl.load(k_norm_at + HALF + column, mask=inside, other=0.0)[None, :]
+    return tl.where(is_query, low_q, low_k).to(tl.float32), tl.where(is_query, high_q, high_k).to(tl.float32)
 
 
 @triton.jit

@@ -1,0 +1,316 @@
+"""Attention of decodes over the paged KV cache in Triton: one token for each sequence, however unlike their contexts.
+
+The contexts of a step are cut into items of about the same size, so many that the device is full and none is waited for
+long. A program takes one item and one KV head, for all query heads that share it. Of a sequence with several items the
+last program to end joins what all found (flash-decoding). What the items are depends on the contexts alone: it is laid
+out on the device once in a step, in a list of fixed length, so that a recorded step holds for any contexts.
+
+Sequences that begin with the same blocks may read them together: shared items hold the queries of many of them against
+a part of what they share, and their own items begin behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from chairlift.ops.batch import Batch
+from chairlift.ops.early_cuda import early, wait
+from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_quant import TOPS
+
+_LEAST_ROWS = 16  # of the smallest tile that the matrix units take
+_SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
+_KEYS = 64  # keys that a program takes at a time
+_FILLS = 264  # programs that fill a large GPU: two for each multiprocessor
+_ITEMS = 4  # a sequence, on average, when there are many
+_LEAST = 256  # tokens of an item when there are many, so that joining costs little against reading
+_LEAST_OF_FEW = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the programs of a step's decodes do, and where they leave what must be joined."""
+
+    items: torch.Tensor  # [items, 4]: sequence (-1: nothing), first and last key, slot of its result
+    pieces: torch.Tensor  # [sequences, 3]: first slot, slots of shared items, slots of its own items
+    arrived: torch.Tensor  # [sequences, kv_heads]: items that are done; zero again after each layer
+    sums: torch.Tensor  # [slots, heads, dim]
+    peaks: torch.Tensor  # [slots, heads, 2]: the highest score, and the sum of weights
+
+
+def attend_decodes(
+    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int, out: torch.Tensor
+) -> None:
+    """Attention of a batch's first slices, the decodes."""
+    work: Work = batch.work.get(window) or lay_out(heads, cache, batch, window)
+    batch.work[window] = work
+    group, dim = heads // cache.kv_heads, cache.dim
+    data = cache.data[layer]
+    scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
+    given = (qkv, data, scales, batch.tables, work.pieces, work.sums, work.peaks)
+    scale = math.log2(math.e) / math.sqrt(dim)
+    strides = batch.tables.stride(0), qkv.stride(0), data.stride(0), data.stride(1), data.stride(2)
+    fixed: dict[str, Any] = {
+        "GROUP": group, "HEADS": heads, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "BLOCK": cache.block_size,
+        "EXACT": qkv.dtype == torch.float32, "TOP": TOPS.get(cache.dtype, 0), "num_warps": 4, "num_stages": 2,
+        **early(),
+    }  # fmt: skip
+    if batch.shared is not None:
+        shared = batch.shared
+        keys = _KEYS // 2 if fixed["EXACT"] else _KEYS
+        _attend_shared[(shared.items.shape[0], cache.kv_heads)](
+            *given, shared.items, shared.members, scale, *strides, ROWS=_SHARED_ROWS, KEYS=keys, **fixed
+        )
+    _attend_own[(work.items.shape[0], cache.kv_heads)](
+        *given, work.items, work.arrived, out, scale, *strides,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), KEYS=_KEYS, **fixed,
+    )  # fmt: skip
+
+
+def lay_out(heads: int, cache: KvCache, batch: Batch, window: int) -> Work:
+    """Cut the decodes' contexts into items."""
+    count, device = batch.decodes, batch.contexts.device
+    many = count * cache.kv_heads >= _FILLS // 2
+    items = count + max(-(-_FILLS // cache.kv_heads), _ITEMS * count if many else 0)
+    shared = batch.shared
+    slots = items + (0 if shared is None else shared.slots)
+    work = Work(
+        torch.empty(items, 4, dtype=torch.int32, device=device),
+        torch.empty(count, 3, dtype=torch.int32, device=device),
+        torch.zeros(count, cache.kv_heads, dtype=torch.int32, device=device),
+        torch.empty(slots, heads, cache.dim, dtype=torch.float32, device=device),
+        torch.empty(slots, heads, 2, dtype=torch.float32, device=device),
+    )
+    prefixes, parts = (batch.contexts, batch.contexts) if shared is None else (shared.prefixes, shared.parts)
+    _lay_out[(count,)](
+        batch.contexts, prefixes, parts, work.items, work.pieces, count, items, window or 1 << 30,
+        _LEAST if many else _LEAST_OF_FEW, COUNT=triton.next_power_of_2(count), KEYS=_KEYS, SHARED=shared is not None,
+        num_warps=1 if count <= 64 else 4, **early(),
+    )  # fmt: skip
+    return work
+
+
+def members_of_item(heads: int, kv_heads: int) -> int:
+    """How many sequences a shared item holds the queries of, at most."""
+    return _SHARED_ROWS // (heads // kv_heads)
+
+
+@triton.jit
+def _lay_out(
+    contexts_at, prefixes_at, parts_at, items_at, pieces_at, count, items, window, least,
+    COUNT: tl.constexpr, KEYS: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The items of one sequence. How many stand before them every program counts for itself."""
+    piece = tl.program_id(0)
+    wait(EARLY)
+    each = tl.arange(0, COUNT)
+    inside = each < count
+    context = tl.load(contexts_at + each, mask=inside, other=0)
+    begin = tl.maximum(context - window, 0)
+    slots_before = 0
+    shared = 0
+    if SHARED:
+        begin = tl.maximum(begin, tl.load(prefixes_at + each, mask=inside, other=0))
+        parts = tl.load(parts_at + each, mask=inside, other=0)
+        slots_before = tl.sum(tl.where(each < piece, parts, 0))
+        shared = tl.sum(tl.where(each == piece, parts, 0))
+    length = context - begin
+    # No more items than fit: all but the last of a sequence are this long.
+    longest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length), items - count), KEYS) * KEYS, least)
+    own = tl.cdiv(length, longest)
+    first = tl.sum(tl.where(each < piece, own, 0))
+    mine = tl.sum(tl.where(each == piece, own, 0))
+    low = tl.sum(tl.where(each == piece, begin, 0))
+    high = tl.sum(tl.where(each == piece, context, 0))
+    slot = first + slots_before
+    tl.store(pieces_at + piece * 3, slot)
+    tl.store(pieces_at + piece * 3 + 1, shared)
+    tl.store(pieces_at + piece * 3 + 2, mine)
+    lane = tl.arange(0, 32)
+    for start in range(0, mine, 32):
+        part = start + lane
+        to = items_at + (first + part) * 4
+        tl.store(to, tl.zeros([32], tl.int32) + piece, mask=part < mine)
+        tl.store(to + 1, low + part * longest, mask=part < mine)
+        tl.store(to + 2, tl.minimum(low + (part + 1) * longest, high), mask=part < mine)
+        tl.store(to + 3, slot + shared + part, mask=part < mine)
+    if piece == count - 1:
+        for start in range(first + mine, items, 32):
+            tl.store(items_at + (start + lane) * 4, tl.full([32], -1, tl.int32), mask=start + lane < items)
+
+
+@triton.jit
+def _attend_own(
+    q_at, data_at, scales_at, tables_at, pieces_at, sums_at, peaks_at, items_at, arrived_at, out_at, scale,
+    table_stride, q_stride, block_stride, side_stride, head_stride,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One item of one sequence, and if it is the last to end, what all of the sequence's items give together."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    wait(EARLY)
+    piece = tl.load(items_at + item * 4)
+    if piece >= 0:
+        low, high = tl.load(items_at + item * 4 + 1), tl.load(items_at + item * 4 + 2)
+        shared, own = tl.load(pieces_at + piece * 3 + 1), tl.load(pieces_at + piece * 3 + 2)
+        row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+        is_row, is_column = row < GROUP, column < DIM
+        query_head = head * GROUP + row
+        inside = is_row[:, None] & is_column[None, :]
+        q_from = q_at + piece.to(tl.int64) * q_stride + query_head[:, None] * DIM + column[None, :]
+        q = tl.load(q_from, mask=inside, other=0.0)
+        peak, total, sums = _pass_over(
+            q, data_at, scales_at, tables_at + piece.to(tl.int64) * table_stride, low, high, head, scale,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
+        )  # fmt: skip
+        to = out_at + piece.to(tl.int64) * (HEADS * DIM) + query_head[:, None] * DIM + column[None, :]
+        if shared + own == 1:
+            tl.store(to, (sums / total[:, None]).to(out_at.dtype.element_ty), mask=inside)
+        else:
+            line = tl.load(items_at + item * 4 + 3) * HEADS + query_head
+            tl.store(sums_at + line[:, None] * DIM + column[None, :], sums, mask=inside)
+            tl.store(peaks_at + line * 2, peak, mask=is_row)
+            tl.store(peaks_at + line * 2 + 1, total, mask=is_row)
+            tl.debug_barrier()  # all of it is written before this item counts as done
+            done = tl.atomic_add(arrived_at + piece * (HEADS // GROUP) + head, 1)
+            if done == own - 1:
+                tl.store(arrived_at + piece * (HEADS // GROUP) + head, 0)
+                first = tl.load(pieces_at + piece * 3)
+                for i in range(GROUP):
+                    answer = _joined(
+                        sums_at, peaks_at, first, shared + own, head * GROUP + i, column, HEADS, DIM, WIDTH
+                    )
+                    tl.store(
+                        out_at + (piece.to(tl.int64) * HEADS + head * GROUP + i) * DIM + column,
+                        answer.to(out_at.dtype.element_ty),
+                        mask=is_column,
+                    )
+
+
+@triton.jit
+def _attend_shared(
+    q_at, data_at, scales_at, tables_at, pieces_at, sums_at, peaks_at, items_at, members_at, scale,
+    table_stride, q_stride, block_stride, side_stride, head_stride,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The queries of several sequences against a part of what they all begin with."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    wait(EARLY)
+    first, members = tl.load(items_at + item * 5), tl.load(items_at + item * 5 + 1)
+    if members > 0:
+        low, high = tl.load(items_at + item * 5 + 2), tl.load(items_at + item * 5 + 3)
+        part = tl.load(items_at + item * 5 + 4)
+        row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+        is_row, is_column = row < members * GROUP, column < DIM
+        piece = tl.load(members_at + first + row // GROUP, mask=is_row, other=0).to(tl.int64)
+        anyone = tl.load(members_at + first).to(tl.int64)
+        query_head = head * GROUP + row % GROUP
+        inside = is_row[:, None] & is_column[None, :]
+        q_from = q_at + piece[:, None] * q_stride + query_head[:, None] * DIM + column[None, :]
+        q = tl.load(q_from, mask=inside, other=0.0)
+        peak, total, sums = _pass_over(
+            q, data_at, scales_at, tables_at + anyone * table_stride, low, high, head, scale,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
+        )  # fmt: skip
+        slot = tl.load(pieces_at + piece * 3, mask=is_row, other=0) + part
+        line = slot * HEADS + query_head
+        tl.store(sums_at + line[:, None] * DIM + column[None, :], sums, mask=inside)
+        tl.store(peaks_at + line * 2, peak, mask=is_row)
+        tl.store(peaks_at + line * 2 + 1, total, mask=is_row)
+
+
+@triton.jit
+def _pass_over(
+    q, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride, head_stride,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    EXACT: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """Queries against the keys low..high of one sequence, all of which they see: highest score, weight, weighed values.
+
+    Scores are in powers of two. TOP is the largest code of an 8-bit cache, 0 where numbers are stored as they are.
+    Products are of codes: the scales of the keys are put into the scores, those of the values into the weights.
+    """
+    column, key = tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    is_column = column < DIM
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(low, high, KEYS):
+        position = start + key
+        is_key = position < high
+        block = tl.load(table_at + position // BLOCK, mask=is_key, other=0).to(tl.int64)
+        place = block * block_stride + head * head_stride
+        at = data_at + place + (position % BLOCK) * DIM
+        inside = is_key[:, None] & is_column[None, :]
+        k = tl.load(at[:, None] + column[None, :], mask=inside, other=0)
+        if TOP:
+            k = numbers(k, q.dtype, TOP)
+            scale_at = scales_at + place // 2 + position % BLOCK
+            key_scale = widened(tl.load(scale_at, mask=is_key, other=0))
+            # Times TOP, which is taken out at the end: in float16 small scales would make the smallest weights vanish.
+            value_scale = widened(tl.load(scale_at + side_stride // 2, mask=is_key, other=0)) * TOP
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
+        if TOP:
+            scores = scores * key_scale[None, :]
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        top = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - top[:, None])
+        fade = tl.exp2(peak - top)
+        total = total * fade + tl.sum(weights, 1)
+        v = tl.load(at[:, None] + side_stride + column[None, :], mask=inside, other=0)
+        if TOP:
+            v = numbers(v, q.dtype, TOP)
+            weights = weights * value_scale[None, :]
+        sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
+        peak = top
+    if TOP:
+        sums = sums * (1 / TOP)
+    return peak, total, sums
+
+
+@triton.jit
+def _joined(
+    sums_at, peaks_at, first, slots, query_head, column, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """What the slots of one sequence's head give together."""
+    lane = tl.arange(0, 16)
+    peak = -float("inf")
+    total = 0.0
+    answer = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, slots, 16):
+        inside = start + lane < slots
+        line = (first + start + lane) * HEADS + query_head
+        peaks = tl.load(peaks_at + line * 2, mask=inside, other=-float("inf"))
+        totals = tl.load(peaks_at + line * 2 + 1, mask=inside, other=0.0)
+        sums_from = sums_at + line[:, None] * DIM + column[None, :]
+        sums = tl.load(sums_from, mask=inside[:, None] & (column < DIM)[None, :], other=0.0)
+        top = tl.maximum(peak, tl.max(peaks, 0))
+        weights, fade = tl.exp2(peaks - top), tl.exp2(peak - top)
+        total = total * fade + tl.sum(totals * weights, 0)
+        answer = answer * fade + tl.sum(sums * weights[:, None], 0)
+        peak = top
+    return answer / total
+
+
+@triton.jit
+def numbers(codes, kind: tl.constexpr, TOP: tl.constexpr):
+    """What 8-bit codes stand for, in the type of the queries, which holds every one of them exactly."""
+    if TOP == 127:
+        found = codes.to(kind)
+    else:  # sign, exponent and mantissa moved to where a float32 has them; its exponents begin 120 lower
+        bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
+        found = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(kind)
+    return found
+
+
+@triton.jit
+def widened(bits):
+    """Float32 numbers from the bits of bfloat16 ones."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
