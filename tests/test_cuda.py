@@ -81,3 +81,46 @@ def test_the_default_dtype_and_the_profiled_capacity_work(tmp_path: Path) -> Non
     assert llm.capacity.tokens == 64 * 512
     answers = tokens(llm, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2))
     assert all(len(answer) == 20 for outputs in answers for answer in outputs)
+
+
+def chatty() -> list[list[int]]:
+    """Prompts of three groups that begin alike, two of them long enough to be read together."""
+    draw = random.Random(2)
+    heads = [[draw.randrange(384) for _ in range(length)] for length in (300, 290, 40)]
+    return [heads[i % 3] + [draw.randrange(384) for _ in range(draw.randint(1, 40))] for i in range(15)]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "reading together": {},
+    "reading together in steps with prompts": {"step_tokens": 64},
+    "in 8 bits": {"kv_dtype": "int8"},
+    "swapped": {"kv_tokens": 1600, "preemption": "swap"},
+    "with host memory": {"kv_tokens": 800, "host_tokens": 3200},
+    "with a file": {"kv_tokens": 800, "host_tokens": 640, "disk_tokens": 3200},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_shared_moved_and_read_together_changes_no_token(way: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, tokenizer=False)
+    settings = dict(WAYS[way])
+    kv_dtype = settings.pop("kv_dtype", "auto")
+    if "disk_tokens" in settings:
+        settings["disk_cache"] = str(tmp_path)
+    common: dict[str, Any] = {"progress": False, "device": "cuda", "dtype": "float32", "max_length": 400}
+    plain = LLM(str(folder), **common, prefix_cache=False, shared_reads=False, host_tokens=0, kv_dtype=kv_dtype)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = [each.outputs[0].token_ids for each in plain.generate(chatty(), params, progress=False)]
+    llm = LLM(str(folder), **common, **settings, kv_dtype=kv_dtype)
+    for _ in range(2):
+        assert [each.outputs[0].token_ids for each in llm.generate(chatty(), params, progress=False)] == expected
+    llm.engine.scheduler.check()
+    memory, counters = llm.engine.scheduler.memory, llm.engine.scheduler.counters
+    assert memory.prefix_cache is not None
+    if way == "swapped":
+        assert counters.preemptions > 0
+    if way.startswith("with"):
+        assert sum(memory.prefix_cache.returns) > 0, "nothing came back"
+    if way == "reading together":
+        graphs = llm.engine._executor._graphs  # type: ignore[attr-defined]
+        assert any(shares and size < 256 for size, shares in graphs._recorded), "nothing was read together"

@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from chairlift.execution.sharing import Grouping
 from chairlift.ops import attention_cuda, fused_cuda
 from chairlift.ops.attention import paged_attention_reference
-from chairlift.ops.batch import Batch, HostBatch
+from chairlift.ops.batch import Batch, HostBatch, Shared, look_up_reference
 from chairlift.ops.kv_cache import KvCache, write_kv_reference
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.linear import silu_mul_reference
@@ -79,6 +80,12 @@ def test_other_head_sizes_match(heads: int, kv_heads: int, dim: int, window: int
     assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
 
 
+def make_cache(blocks: int, kv_heads: int, dim: int) -> KvCache:
+    cache = KvCache(2, blocks, kv_heads, dim, 16, torch.float32, DEVICE, compiled=False)
+    cache.data.normal_()
+    return cache
+
+
 def make_narrow(blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KvCache:
     """A cache of 8 bits in which every token has numbers of its own size."""
     cache = KvCache(2, blocks, kv_heads, dim, 16, dtype, DEVICE, compiled=False)
@@ -128,6 +135,32 @@ def test_triton_uses_the_scale_of_every_token(kv_dtype: torch.dtype) -> None:
     assert close(attention_cuda.attend(qkv, 4, cache, 1, batch, 0), 2 * before)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=["f32", "int8"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1)])
+def test_what_decodes_share_is_read_together(heads: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
+    lengths = [700, 640, 300, 20, 645, 333, 301, 310, 900, 700, 699, 1]
+    batch, blocks = make_batch([(length, 1) for length in lengths], 16)
+    tables = batch.host.tables
+    for leader, followers, common in ((0, (1, 4, 8, 9, 10), 37), (2, (5, 6, 7), 18)):
+        for each in followers:
+            tables[each, :common] = tables[leader, :common]
+    batch = Batch.on(DEVICE, batch.host)
+    found = Grouping(16, kv_heads, 4).find(tables, batch.host.contexts)
+    assert found is not None
+    assert found.prefixes.tolist() == [592, 592, 288, 0, 592, 288, 288, 288, 592, 592, 592, 0]
+    items, members, prefixes, parts = (torch.from_numpy(each).to(DEVICE) for each in found)
+    cache = make_narrow(blocks, kv_heads, 64, kv_dtype) if kv_dtype == torch.int8 else make_cache(blocks, kv_heads, 64)
+    qkv = torch.randn(len(lengths), heads + 2 * kv_heads, 64, device=DEVICE)
+    expected = paged_attention_reference(qkv, heads, cache, 1, batch, 0)
+    idle = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)  # as in a recorded step that has room for more
+    batch.shared = Shared(torch.cat([items, idle]), members, prefixes, parts, int(parts.sum()))
+    for _ in range(2):  # the second finds the counters as the first left them
+        assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
+    # It is really read together: with other blocks for the followers, the answer is still the leader's.
+    batch.tables[1, :37] = batch.tables[3, 0]
+    assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
+
+
 @pytest.mark.parametrize("window", [0, 300])
 def test_long_contexts_are_split_and_joined(window: int) -> None:
     batch, blocks = make_batch([(1500, 1), (40, 1), (700, 1)], 16)
@@ -174,3 +207,16 @@ def test_norm_and_gate_match(size: int) -> None:
     assert close(fused_cuda.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     y = torch.randn(3, 2 * size, device=DEVICE)
     assert close(fused_cuda.silu_mul(y), silu_mul_reference(y))
+
+
+def test_looking_up_decodes_matches() -> None:
+    tokens = torch.randint(0, 9999, (7, 5000), dtype=torch.int32, device=DEVICE)
+    tables = torch.randint(0, 9999, (7, 313), dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([5, 0, 6, 3], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([0, 15, 16, 4999], dtype=torch.int32, device=DEVICE)
+    *got, own = fused_cuda.look_up(rows, positions, tokens, tables, 16)
+    *expected, whole = look_up_reference(rows, positions, tokens, tables, 16)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours.long(), theirs.long())
+    for i, blocks in enumerate((1, 1, 2, 313)):
+        assert torch.equal(own[i, :blocks], whole[i, :blocks])

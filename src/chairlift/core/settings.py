@@ -72,6 +72,11 @@ class CacheSettings:
         "Keep what prompts and answers have in common with later ones (not for models that see a sliding window only); "
         "turn it off to measure without it.",
     )
+    shared_reads: bool = option(
+        True,
+        "On a GPU, let sequences that begin alike read what they share once in each step; turn it off to measure "
+        "without it.",
+    )
     host_tokens: int | None = option(
         None,
         "Tokens kept in host memory: cached ones that had to make room, and those of sequences that swap has preempted "

@@ -128,7 +128,8 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         known.is_sound = disk.is_sound
     scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, window)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
-    executor = TorchExecutor(decoder, cache, limits, HostBlocks(cache, host_blocks, disk) if host_blocks else None)
+    moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
+    executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
     if device.type == "cuda":
         with console.status("recording decode steps") if progress else nullcontext():
             executor.use_graphs(capacity.blocks).record()

@@ -13,10 +13,12 @@ from chairlift.core.request import Sequence
 from chairlift.execution.graphs import DecodeGraphs
 from chairlift.execution.rows import Rows
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import score
+from chairlift.ops.triton_found import HAS_TRITON
 
 _SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
 
@@ -53,12 +55,21 @@ class Ticket:
 class TorchExecutor:
     """Runs plans on one device. `submit` may return before the device is done; `collect` waits."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, limits: Limits, host: HostBlocks | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        limits: Limits,
+        host: HostBlocks | None = None,
+        *,
+        shared_reads: bool = False,
+    ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._host = host
         self._device = decoder.device
-        self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device)
+        grouping = self._group() if shared_reads else None
+        self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device, grouping)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
         self._graphs: DecodeGraphs | None = None
         self._limits = limits
@@ -69,7 +80,7 @@ class TorchExecutor:
         limits = self._limits
         self._sampler.warm_up(self._decoder.config.vocab_size, self._decoder.config.dtype)
         self._rows.keep_tables_on_device(scratch_block)
-        self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences, limits.max_length)
+        self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences)
         return self._graphs
 
     @torch.inference_mode()
@@ -86,7 +97,8 @@ class TorchExecutor:
         prompt_scores: list[tuple[Sequence, int, int, Scores]] = []
         if self._graphs is not None and is_decode(plan):
             decodes = np.array([piece.sequence.row for piece in plan.slices])
-            logits = self._graphs.run(decodes, np.array([piece.start for piece in plan.slices]))
+            starts = np.array([piece.start for piece in plan.slices])
+            logits = self._graphs.run(decodes, starts, self._rows.find_shared(decodes, starts + 1))
         else:
             hidden, prompt_scores = self._forward(plan)
             if not plan.samples:
@@ -104,6 +116,16 @@ class TorchExecutor:
             counts = [plan.samples[i].request.scored or 0 for i in scored]
             scores = scored, counts, self._score(raw, tokens[which], max(counts))
         return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
+
+    def _group(self) -> Grouping | None:
+        """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
+        config, cache = self._decoder.config, self._cache
+        if self._device.type != "cuda" or not HAS_TRITON or any(config.windows):
+            return None
+        from chairlift.ops.decode_cuda import members_of_item
+
+        members = members_of_item(config.heads, cache.kv_heads)
+        return Grouping(cache.block_size, cache.kv_heads, members) if members else None
 
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[tuple[Sequence, int, int, Scores]]]:
         """The hidden states of what is sampled, and the prompts' scores that were asked for."""

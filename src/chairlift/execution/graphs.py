@@ -1,74 +1,96 @@
 """CUDA graphs of decode steps: what a step launches is recorded once for each batch size and replayed with one call.
 
-A decode of a small model takes the GPU less time than the host needs to launch its three hundred kernels one by one. A
-recorded step reads only two arrays, which row each sequence has and which position it is at: the rest lies on the
-device already. A batch between two sizes is filled up with a scratch row, whose tokens and blocks belong to nobody.
+A decode of a small model takes the GPU less time than the host needs to launch its two hundred kernels one by one. A
+recorded step reads a few numbers, which row each sequence has and which position it is at: the rest lies on the device
+already. A batch between two sizes is filled up with a scratch row, whose tokens and blocks belong to nobody.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
 from chairlift.execution.rows import Rows
+from chairlift.execution.sharing import MOST_PARTS, HostShared
 from chairlift.models.decoder import Decoder
-from chairlift.ops.batch import Batch, HostBatch
+from chairlift.ops.batch import HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_SHARED_ITEMS = 256  # that a recorded step has room for
 
 
 class DecodeGraphs:
-    """Recorded decode steps, the largest first so that all smaller ones fit in its memory."""
+    """Recorded decode steps, the largest first so that all smaller ones fit in its memory.
 
-    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, seats: int, max_length: int) -> None:
+    Those in which sequences read what they share together are others, recorded when they are first needed.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, seats: int) -> None:
         self._decoder, self._cache, self._rows = decoder, cache, rows
-        self._max_length = max_length
         self._scratch = seats  # the row behind the last seat
         self._sizes = [size for size in LADDER if size < seats] + [seats]
-        self._inputs = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=decoder.device)
-        self._inputs[0] = self._scratch
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        # One after the other: rows and positions; where something is shared, its prefixes, parts, members and items.
+        self._inputs = torch.zeros(5 * seats + 5 * _SHARED_ITEMS, dtype=torch.int32, device=decoder.device)
+        self._recorded: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool: Any = None
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record every size."""
-        pool = None
+        """Record every size, and one that shares: its kernels are then compiled."""
         for size in reversed(self._sizes):
-            self._step(size)  # compiles what must be, which cannot be recorded
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._step(size)
-            pool = pool or graph.pool()
-            self._recorded[size] = graph, logits
+            self._record(size, False)
+        if self._rows.shares:
+            self._record(self._sizes[-1], True)
 
-    def run(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def run(self, rows: np.ndarray, positions: np.ndarray, shared: HostShared | None) -> torch.Tensor:
         """The logits of one decode step; they are overwritten by the next."""
         count = len(rows)
         size = next(each for each in self._sizes if each >= count)
-        inputs = np.full((2, size), self._scratch, np.int64)
-        inputs[0, :count] = rows
-        inputs[1, :count], inputs[1, count:] = positions, 0
-        self._inputs[:, :size].copy_(torch.from_numpy(inputs), non_blocking=True)
-        graph, logits = self._recorded[size]
+        if shared is not None and len(shared.items) > _SHARED_ITEMS:
+            shared = None
+        shares = shared is not None
+        inputs = np.zeros(5 * size + 5 * _SHARED_ITEMS if shares else 2 * size, np.int32)
+        inputs[:count], inputs[count:size] = rows, self._scratch
+        inputs[size : size + count] = positions
+        if shared is not None:
+            each = inputs[2 * size : 5 * size].reshape(3, size)
+            each[0, :count], each[1, :count] = shared.prefixes, shared.parts
+            each[2, : shared.members.size] = shared.members
+            inputs[5 * size : 5 * size + shared.items.size] = shared.items.ravel()
+        if (size, shares) not in self._recorded:
+            self._record(size, shares)
+        self._inputs[: inputs.size].copy_(torch.from_numpy(inputs), non_blocking=True)
+        graph, logits = self._recorded[size, shares]
         graph.replay()
         return logits[:count]
 
-    def _step(self, size: int) -> torch.Tensor:
-        rows, positions = self._inputs[0, :size], self._inputs[1, :size]
-        block_size = self._cache.block_size
-        tables = self._rows.device_tables[rows]
-        slots = tables.gather(1, (positions // block_size)[:, None])[:, 0].long() * block_size + positions % block_size
-        # How the kernels are launched must not depend on the step: they are told of the longest contexts there can be.
-        host = HostBatch(
+    def _record(self, size: int, shares: bool) -> None:
+        self._inputs.zero_()
+        self._inputs[:size] = self._scratch
+        self._step(size, shares)  # compiles what must be, which cannot be recorded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._step(size, shares)
+        self._pool = self._pool or graph.pool()
+        self._recorded[size, shares] = graph, logits
+
+    def _step(self, size: int, shares: bool) -> torch.Tensor:
+        each = self._inputs[: 5 * size].view(5, size)
+        shared = None
+        if shares:
+            items = self._inputs[5 * size : 5 * (size + _SHARED_ITEMS)].view(_SHARED_ITEMS, 5)
+            shared = Shared(items, each[4], each[2], each[3], MOST_PARTS * size)
+        host = HostBatch(  # of which only the shape is asked: the rest a recorded step must not depend on
             positions=np.zeros(size, np.int64),
             slots=np.zeros(size, np.int64),
             starts=np.arange(size + 1, dtype=np.int32),
-            contexts=np.full(size, self._max_length, np.int32),
+            contexts=np.ones(size, np.int32),
             tables=np.empty((size, 0), np.int32),
         )
-        starts = torch.arange(size + 1, dtype=torch.int32, device=rows.device)
-        batch = Batch(positions, slots, starts, (positions + 1).int(), tables, host)
-        hidden = self._decoder.forward(self._rows.tokens[rows, positions], batch, self._cache, None)
+        tokens, batch = self._rows.gather_decodes(each[0], each[1], host, shared)
+        hidden = self._decoder.forward(tokens, batch, self._cache, None)
         return self._decoder.logits(hidden)

@@ -7,7 +7,8 @@ import torch
 
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Sequence
-from chairlift.ops.batch import Batch, HostBatch
+from chairlift.execution.sharing import Grouping, HostShared
+from chairlift.ops.batch import Batch, HostBatch, Shared, look_up
 
 
 class Rows:
@@ -17,22 +18,35 @@ class Rows:
     it without the host having seen them.
     """
 
-    def __init__(self, seats: int, max_length: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, seats: int, max_length: int, block_size: int, device: torch.device, grouping: Grouping | None = None
+    ) -> None:
         self.device = device
+        self._grouping = grouping  # how decodes that read together are found, where they do
+        self._shared: tuple[bytes, HostShared | None] = b"", None  # of which rows, and what they have in common
         self.block_size = block_size
         self.tokens = torch.zeros(seats + 1, max_length + 1, dtype=torch.int32, device=device)
         self._tables = np.zeros((seats, -(-max_length // block_size)), np.int32)
         # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
         self.device_tables = torch.empty(0)
+        self._counting = torch.empty(0)
         self._written = np.zeros(seats, np.int64)  # blocks of each row that the device knows
 
     def keep_tables_on_device(self, scratch_block: int) -> None:
         """From now on, have every table on the device as well."""
         shape = self._tables.shape[0] + 1, self._tables.shape[1]
         self.device_tables = torch.full(shape, scratch_block, dtype=torch.int32, device=self.device)
+        self._counting = torch.arange(shape[0], dtype=torch.int32, device=self.device)
+
+    @property
+    def shares(self) -> bool:
+        """Whether decodes that begin with the same blocks read them together."""
+        return self._grouping is not None
 
     def update(self, plan: StepPlan) -> None:
         """Take in who sat down and whose table grew."""
+        if plan.placed:
+            self._shared = b"", None
         for sequence in plan.placed:
             known = torch.tensor(sequence.tokens, dtype=torch.int32)
             self.tokens[sequence.row, : len(known)] = known.to(self.device, non_blocking=True)
@@ -60,6 +74,16 @@ class Rows:
         rows, columns, blocks_now = self._send(np.array(changes, np.int64).T.copy())
         self.device_tables[rows, columns] = blocks_now.int()
 
+    def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostShared | None:
+        """What decodes have in common; it is looked for again only when others decode."""
+        if self._grouping is None:
+            return None
+        key = rows.tobytes()
+        if self._shared[0] != key:
+            tables = self._tables[rows, : -(-int(contexts.max()) // self.block_size)]
+            self._shared = key, self._grouping.find(tables, contexts)
+        return self._shared[1]
+
     def gather(self, plan: StepPlan) -> tuple[torch.Tensor, Batch]:
         """The flat batch of a plan: input tokens, and where each belongs."""
         slices = plan.slices
@@ -76,7 +100,20 @@ class Rows:
         slots = blocks * self.block_size + positions % self.block_size
         host = HostBatch(positions, slots, bounds.astype(np.int32), contexts.astype(np.int32), tables)
         batch = Batch.on(self.device, host)
+        decodes = batch.decodes
+        shared = self.find_shared(rows[:decodes], contexts[:decodes]) if decodes else None
+        if shared is not None:
+            items, members, prefixes, parts = map(self._send, shared)
+            batch.shared = Shared(items, members, prefixes, parts, int(shared.parts.sum()))
         return self.tokens[self._send(rows[owner]), batch.positions], batch
+
+    def gather_decodes(
+        self, rows: torch.Tensor, positions: torch.Tensor, host: HostBatch, shared: Shared | None
+    ) -> tuple[torch.Tensor, Batch]:
+        """The same for decodes of which the device itself knows who they are: nothing comes from the host."""
+        tokens, slots, contexts, tables = look_up(rows, positions, self.tokens, self.device_tables, self.block_size)
+        starts = self._counting[: rows.numel() + 1]
+        return tokens, Batch(positions, slots, starts, contexts, tables, host, shared)
 
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""

@@ -31,6 +31,7 @@ _FILLS = 264  # programs that fill a large GPU: two for each multiprocessor
 _ITEMS = 4  # a sequence, on average, when there are many
 _LEAST = 256  # tokens of an item when there are many, so that joining costs little against reading
 _LEAST_OF_FEW = 64
+_COUNTED = 512  # sequences that are counted at a time, however few there are: one kernel for almost every batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ def lay_out(heads: int, cache: KvCache, batch: Batch, window: int) -> Work:
     prefixes, parts = (batch.contexts, batch.contexts) if shared is None else (shared.prefixes, shared.parts)
     _lay_out[(count,)](
         batch.contexts, prefixes, parts, work.items, work.pieces, count, items, window or 1 << 30,
-        _LEAST if many else _LEAST_OF_FEW, COUNT=triton.next_power_of_2(count), KEYS=_KEYS, SHARED=shared is not None,
-        num_warps=1 if count <= 64 else 4, **early(),
+        _LEAST if many else _LEAST_OF_FEW, COUNT=max(_COUNTED, triton.next_power_of_2(count)), KEYS=_KEYS,
+        SHARED=shared is not None, num_warps=4, **early(),
     )  # fmt: skip
     return work
 
@@ -101,7 +102,7 @@ def members_of_item(heads: int, kv_heads: int) -> int:
     return _SHARED_ROWS // (heads // kv_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "items", "window", "least"])
 def _lay_out(
     contexts_at, prefixes_at, parts_at, items_at, pieces_at, count, items, window, least,
     COUNT: tl.constexpr, KEYS: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,

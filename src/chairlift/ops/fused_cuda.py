@@ -13,6 +13,7 @@ from chairlift.ops.kv_quant import LEAST, TOPS
 
 _GATED = 1024  # elements of a gate that a program takes
 _TURNED = 8  # heads of a token that a program turns
+_COPIED = 128  # entries of a block table that are copied at a time
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -53,6 +54,40 @@ def rotate_and_store(
         WIDTH=triton.next_power_of_2(dim // 2), BLOCK=cache.block_size, NORMED=norms is not None,
         TOP=TOPS.get(cache.dtype, 0), LEAST=LEAST, TILE=_TURNED, num_warps=2, **early(),
     )  # fmt: skip
+
+
+def look_up(
+    rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, tables: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decodes' tokens, slots, contexts and tables; of a table only what stands for the context is written."""
+    count, device = rows.numel(), rows.device
+    found = torch.empty(2, count, dtype=torch.int32, device=device)
+    slots = torch.empty(count, dtype=torch.int64, device=device)
+    own = torch.empty(count, tables.shape[1], dtype=torch.int32, device=device)
+    _look_up[(count,)](
+        rows, positions, tokens, tables, found, slots, own, count, tokens.stride(0), tables.stride(0),
+        BLOCK=block_size, COPIED=_COPIED, num_warps=4, **early(),
+    )  # fmt: skip
+    return found[0], slots, found[1], own
+
+
+@triton.jit(do_not_specialize=["count"])
+def _look_up(
+    rows_at, positions_at, tokens_at, tables_at, found_at, slots_at, own_at, count, tokens_stride, table_stride,
+    BLOCK: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0)
+    wait(EARLY)
+    row, position = tl.load(rows_at + piece).to(tl.int64), tl.load(positions_at + piece)
+    table_at = tables_at + row * table_stride
+    tl.store(found_at + piece, tl.load(tokens_at + row * tokens_stride + position))
+    tl.store(found_at + count + piece, position + 1)
+    tl.store(slots_at + piece, tl.load(table_at + position // BLOCK).to(tl.int64) * BLOCK + position % BLOCK)
+    lane = tl.arange(0, COPIED)
+    to = own_at + piece.to(tl.int64) * table_stride
+    for start in range(0, position // BLOCK + 1, COPIED):
+        inside = start + lane <= position // BLOCK
+        tl.store(to + start + lane, tl.load(table_at + start + lane, mask=inside), mask=inside)
 
 
 @triton.jit

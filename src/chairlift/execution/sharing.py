@@ -1,0 +1,79 @@
+"""Which decodes of a step begin with the same blocks, so that attention may read these once for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+_LEAST_TOKENS = 256  # that a group has in common
+_LEAST_MEMBERS = 4
+_WORTH = 0.2  # of all that is read: a smaller saving is not worth another kernel in each layer
+_PROGRAMS = 528  # that the shared reads are cut into, about
+_ALIGNED = 64  # tokens that a program takes at a time
+MOST_PARTS = 16  # that one group's prefix is cut into
+
+
+class HostShared(NamedTuple):
+    """What ops.batch.Shared holds, in main memory."""
+
+    items: np.ndarray
+    members: np.ndarray
+    prefixes: np.ndarray
+    parts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How decodes are grouped by what they begin with."""
+
+    block_size: int
+    kv_heads: int
+    members_of_item: int  # how many sequences' queries attention takes at a time
+
+    def find(self, tables: np.ndarray, contexts: np.ndarray) -> HostShared | None:
+        """Group decodes by their tables [decodes, blocks]; None where that saves too little.
+
+        A block that two tables hold at the same place is the same in all that stands before it: those that have one in
+        common there have a prefix in common. Everyone keeps at least one token to read by itself.
+        """
+        place = _LEAST_TOKENS // self.block_size - 1
+        whole = (contexts - 1) // self.block_size  # blocks that may be read together
+        able = np.flatnonzero(whole > place)
+        if able.size < _LEAST_MEMBERS:
+            return None
+        _, which, counts = np.unique(tables[able, place], return_inverse=True, return_counts=True)
+        groups = [able[which == group] for group in np.flatnonzero(counts >= _LEAST_MEMBERS)]
+        prefixes = np.zeros(contexts.size, np.int32)
+        for group in groups:
+            prefixes[group] = _common(tables[group, : whole[group].min()]) * self.block_size
+        saved = sum(int(prefixes[group[0]]) * (len(group) - 1) for group in groups)
+        if saved < _WORTH * contexts.sum():
+            return None
+        return self._cut(groups, prefixes)
+
+    def _cut(self, groups: list[np.ndarray], prefixes: np.ndarray) -> HostShared:
+        """Cut what groups share into items of about the same size."""
+        most = self.members_of_item
+        reads = sum(int(prefixes[group[0]]) * -(-len(group) // most) for group in groups)
+        usual = -(-reads * self.kv_heads // _PROGRAMS)
+        parts = np.zeros(prefixes.size, np.int32)
+        items: list[tuple[int, int, int, int, int]] = []
+        begun = 0
+        for group in groups:
+            prefix = int(prefixes[group[0]])
+            size = -(-max(usual, _LEAST_TOKENS, -(-prefix // MOST_PARTS)) // _ALIGNED) * _ALIGNED
+            lows = range(0, prefix, size)
+            parts[group] = len(lows)
+            for first in range(0, len(group), most):
+                count = min(most, len(group) - first)
+                items += ((begun + first, count, low, min(low + size, prefix), i) for i, low in enumerate(lows))
+            begun += len(group)
+        return HostShared(np.array(items, np.int32), np.concatenate(groups).astype(np.int32), prefixes, parts)
+
+
+def _common(tables: np.ndarray) -> int:
+    """How many columns from the left are the same in all rows."""
+    same = (tables == tables[0]).all(0)
+    return same.size if same.all() else int(same.argmin())
