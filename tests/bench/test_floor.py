@@ -46,3 +46,13 @@ def test_each_part_by_hand() -> None:
     assert floor.read_bytes == 3 * 4 * (matrices + head) + (2 + 3 + 4) * kv
     assert floor.prompt_flops == 2 * matrices * 4 + 4 * 6 * 288 * (6 + 1)
     assert floor.seconds == floor.read_bytes + floor.prompt_flops
+
+
+def test_what_a_group_shares_counts_once() -> None:
+    config = read_config(SHAPES["stories15m"])
+    matrices, head = weights_of(config)
+    apart = Workload("two", [[1] * 13, [1] * 15], [3, 4])
+    together = Workload("two", apart.prompts, apart.outputs, group=2, shared=10)
+    whole, less = (floor_of(each, config, 1.0, 1.0) for each in (apart, together))
+    assert whole.read_bytes - less.read_bytes == 2 * 10 * 2 * 6 * 288 * 4  # two steps in which both decode
+    assert whole.prompt_flops - less.prompt_flops == 2 * matrices * 10 + 4 * 6 * 288 * 55

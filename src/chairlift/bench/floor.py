@@ -38,11 +38,15 @@ def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: f
     # An answer's first token comes with its prompt. For each further one the last is fed in, which sees itself and all
     # that stands before it.
     steps = max(count for _, count in lengths) - 1
-    contexts = sum((count - 1) * prompt + count * (count - 1) // 2 for prompt, count in lengths)
+    contexts = sum((count - 1) * (prompt - workload.shared) + count * (count - 1) // 2 for prompt, count in lengths)
+    # What a group shares is read once in each step, and multiplied through once.
+    groups = [lengths[i : i + workload.group] for i in range(0, len(lengths), workload.group)]
+    contexts += workload.shared * sum(max(count for _, count in group) - 1 for group in groups)
     read = steps * (matrices + head) * config.dtype.itemsize + contexts * config.kv_bytes_per_token
     attention = 4 * config.layers * config.heads * config.head_dim  # operations for a token and one that it sees
     flops = sum(2 * matrices * prompt + attention * (prompt * (prompt + 1) // 2) for prompt, _ in lengths)
-    return Floor(read, flops, bytes_s, flops_s)
+    saved = 2 * matrices * workload.shared + attention * (workload.shared * (workload.shared + 1) // 2)
+    return Floor(read, flops - saved * (len(lengths) - len(groups)), bytes_s, flops_s)
 
 
 def weights_of(config: ModelConfig) -> tuple[int, int]:

@@ -22,6 +22,8 @@ class Workload:
     name: str
     prompts: list[Ids]
     outputs: list[int]
+    group: int = 1  # requests that follow each other and begin alike,
+    shared: int = 0  # with so many tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -84,6 +86,14 @@ def fixed(n: int, prompt: int, output: int, vocab: int = 10000, seed: int = 0) -
     return Workload("fixed", [[r.randint(0, vocab) for _ in range(prompt)] for _ in range(n)], [output] * n)
 
 
+def groups(n: int, group: int, shared: int, own: int, output: int, vocab: int = 10000, seed: int = 0) -> Workload:
+    """Groups of requests that begin alike, as with a long system prompt, and go on each in its own way."""
+    r = random.Random(seed)
+    heads = [[r.randint(0, vocab) for _ in range(shared)] for _ in range(n)]
+    prompts = [head + [r.randint(0, vocab) for _ in range(own)] for head in heads for _ in range(group)]
+    return Workload("groups", prompts, [output] * len(prompts), group, shared)
+
+
 def lognormal(n: int, prompt: Lengths, output: Lengths, seed: int = 0) -> Workload:
     """Many short and a few long."""
     import numpy as np
@@ -103,6 +113,7 @@ NAMED: dict[str, Callable[[], Workload]] = {
     "uniform512": lambda: uniform(512, Lengths(100, 1024, 0), Lengths(100, 1024, 0)),
     "single": lambda: fixed(1, 128, 256),
     "prefill8k": lambda: fixed(32, 8192, 1),
+    "groups512": lambda: groups(16, 32, 2048, 64, 64),
     "cpu64": lambda: lognormal(64, Lengths(8, 512, 64), Lengths(4, 256, 64), seed=1234),
 }
 GENERIC: dict[str, Callable[..., Workload]] = {"uniform": uniform, "lognormal": lognormal}

@@ -31,7 +31,7 @@ def offline(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="uniform256 (default on a GPU), cpu64 (on a CPU), uniform512, single, prefill8k, uniform, lognormal, "
+            help="uniform256 (default on a GPU), cpu64 (on a CPU), uniform512, groups512, single, prefill8k, uniform, lognormal, "
             "or a JSONL file with a prompt or prompt_tokens, and output_tokens, in each line."
         ),
     ] = None,
