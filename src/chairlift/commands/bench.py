@@ -31,8 +31,8 @@ def offline(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="uniform256 (default on a GPU), cpu64 (on a CPU), uniform512, groups512, single, prefill8k, uniform, lognormal, "
-            "or a JSONL file with a prompt or prompt_tokens, and output_tokens, in each line."
+            help="uniform256 (default on a GPU), cpu64 (on a CPU), uniform512, groups512, single, prefill8k, uniform, "
+            "lognormal, or a JSONL file with a prompt or prompt_tokens, and output_tokens, in each line."
         ),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests of uniform and lognormal.", min=1)] = 64,

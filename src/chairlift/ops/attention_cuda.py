@@ -20,11 +20,12 @@ from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import TOPS
 
-_ROWS = 128  # queries (tokens x heads) in a tile
+_ROWS = 64  # queries (tokens x heads) in a tile
+_LONG_ROWS = 128  # the same where prompts see much
 _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _KEYS = 64  # keys that a program takes at a time
 _EXACT = 32  # of both, in float32
-_LONG = 2048  # tokens from which on a whole prompt is left to cuDNN, which is then over twice as fast
+_LONG = 2048  # tokens that are much; from there on a whole prompt is left to cuDNN, which is half as fast again
 _STEP = 1024  # its lengths are rounded up to this: it takes 50 ms to prepare for a length that it has not seen
 
 
@@ -43,7 +44,8 @@ def _attend_prompts(
 ) -> None:
     group, dim = heads // cache.kv_heads, cache.dim
     is_exact = qkv.dtype == torch.float32
-    tokens = max(1, (_EXACT if is_exact else _ROWS) // group)
+    is_long = int(batch.host.contexts[batch.decodes :].max()) > _LONG
+    tokens = max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
     left = qkv.is_cuda and not (is_exact or window or cache.scales is not None) and dim in (64, 128)
     tiles, whole = batch.tiles(tokens, _LONG if left else 1 << 30)
     for first, last in whole:
@@ -59,7 +61,7 @@ def _attend_prompts(
         data.stride(0), data.stride(1), data.stride(2), tiles.shape[1],
         GROUP=group, HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK=cache.block_size, ROWS=rows,
         KEYS=_EXACT if is_exact else _KEYS, TOKENS=tokens, WINDOWED=window > 0, EXACT=is_exact,
-        TOP=TOPS.get(cache.dtype, 0), num_warps=8 if rows >= 128 else 4, num_stages=2, **early(),
+        TOP=TOPS.get(cache.dtype, 0), num_warps=4, num_stages=3 if is_long else 2, **early(),
     )  # fmt: skip
 
 

@@ -27,8 +27,9 @@ from chairlift.ops.kv_quant import TOPS
 _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
 _KEYS = 64  # keys that a program takes at a time
-_FILLS = 264  # programs that fill a large GPU: two for each multiprocessor
-_ITEMS = 4  # a sequence, on average, when there are many
+_FILLS = 1320  # programs that fill a large GPU twice: ten for each multiprocessor
+_FEW = 132  # of sequences and KV heads, with which it is not even filled once
+_ITEMS = 1  # a sequence, on average, when there are many
 _LEAST = 256  # tokens of an item when there are many, so that joining costs little against reading
 _LEAST_OF_FEW = 64
 _COUNTED = 512  # sequences that are counted at a time, however few there are: one kernel for almost every batch
@@ -38,8 +39,9 @@ _COUNTED = 512  # sequences that are counted at a time, however few there are: o
 class Work:
     """What the programs of a step's decodes do, and where they leave what must be joined."""
 
-    items: torch.Tensor  # [items, 4]: sequence (-1: nothing), first and last key, slot of its result
-    pieces: torch.Tensor  # [sequences, 3]: first slot, slots of shared items, slots of its own items
+    items: torch.Tensor  # [items, 8]: sequence (-1: nothing), first and last key, and of its results: this one's slot,
+    # the first, how many with those of shared items, how many are its own
+    firsts: torch.Tensor  # [sequences]: first slot
     arrived: torch.Tensor  # [sequences, kv_heads]: items that are done; zero again after each layer
     sums: torch.Tensor  # [slots, heads, dim]
     peaks: torch.Tensor  # [slots, heads, 2]: the highest score, and the sum of weights
@@ -54,7 +56,7 @@ def attend_decodes(
     group, dim = heads // cache.kv_heads, cache.dim
     data = cache.data[layer]
     scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
-    given = (qkv, data, scales, batch.tables, work.pieces, work.sums, work.peaks)
+    given = (qkv, data, scales, batch.tables, work.sums, work.peaks)
     scale = math.log2(math.e) / math.sqrt(dim)
     strides = batch.tables.stride(0), qkv.stride(0), data.stride(0), data.stride(1), data.stride(2)
     fixed: dict[str, Any] = {
@@ -66,7 +68,7 @@ def attend_decodes(
         shared = batch.shared
         keys = _KEYS // 2 if fixed["EXACT"] else _KEYS
         _attend_shared[(shared.items.shape[0], cache.kv_heads)](
-            *given, shared.items, shared.members, scale, *strides, ROWS=_SHARED_ROWS, KEYS=keys, **fixed
+            *given, work.firsts, shared.items, shared.members, scale, *strides, ROWS=_SHARED_ROWS, KEYS=keys, **fixed
         )
     _attend_own[(work.items.shape[0], cache.kv_heads)](
         *given, work.items, work.arrived, out, scale, *strides,
@@ -77,20 +79,20 @@ def attend_decodes(
 def lay_out(heads: int, cache: KvCache, batch: Batch, window: int) -> Work:
     """Cut the decodes' contexts into items."""
     count, device = batch.decodes, batch.contexts.device
-    many = count * cache.kv_heads >= _FILLS // 2
-    items = count + max(-(-_FILLS // cache.kv_heads), _ITEMS * count if many else 0)
+    many = count * cache.kv_heads > _FEW
+    items = count + max(-(-_FILLS // cache.kv_heads), _ITEMS * count)
     shared = batch.shared
     slots = items + (0 if shared is None else shared.slots)
     work = Work(
-        torch.empty(items, 4, dtype=torch.int32, device=device),
-        torch.empty(count, 3, dtype=torch.int32, device=device),
+        torch.empty(items, 8, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.int32, device=device),
         torch.zeros(count, cache.kv_heads, dtype=torch.int32, device=device),
         torch.empty(slots, heads, cache.dim, dtype=torch.float32, device=device),
         torch.empty(slots, heads, 2, dtype=torch.float32, device=device),
     )
     prefixes, parts = (batch.contexts, batch.contexts) if shared is None else (shared.prefixes, shared.parts)
     _lay_out[(count,)](
-        batch.contexts, prefixes, parts, work.items, work.pieces, count, items, window or 1 << 30,
+        batch.contexts, prefixes, parts, work.items, work.firsts, count, items, window or 1 << 30,
         _LEAST if many else _LEAST_OF_FEW, COUNT=max(_COUNTED, triton.next_power_of_2(count)), KEYS=_KEYS,
         SHARED=shared is not None, num_warps=4, **early(),
     )  # fmt: skip
@@ -104,51 +106,56 @@ def members_of_item(heads: int, kv_heads: int) -> int:
 
 @triton.jit(do_not_specialize=["count", "items", "window", "least"])
 def _lay_out(
-    contexts_at, prefixes_at, parts_at, items_at, pieces_at, count, items, window, least,
+    contexts_at, prefixes_at, parts_at, items_at, firsts_at, count, items, window, least,
     COUNT: tl.constexpr, KEYS: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The items of one sequence. How many stand before them every program counts for itself."""
+    """The items of one sequence: the longest of all come first, so that no program is left alone at the end.
+
+    What stands before them every program counts for itself.
+    """
     piece = tl.program_id(0)
     wait(EARLY)
     each = tl.arange(0, COUNT)
-    inside = each < count
+    inside, before, is_mine = each < count, each < piece, each == piece
     context = tl.load(contexts_at + each, mask=inside, other=0)
     begin = tl.maximum(context - window, 0)
-    slots_before = 0
-    shared = 0
+    parts = tl.zeros([COUNT], tl.int32)
     if SHARED:
         begin = tl.maximum(begin, tl.load(prefixes_at + each, mask=inside, other=0))
         parts = tl.load(parts_at + each, mask=inside, other=0)
-        slots_before = tl.sum(tl.where(each < piece, parts, 0))
-        shared = tl.sum(tl.where(each == piece, parts, 0))
     length = context - begin
     # No more items than fit: all but the last of a sequence are this long.
     longest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length), items - count), KEYS) * KEYS, least)
     own = tl.cdiv(length, longest)
-    first = tl.sum(tl.where(each < piece, own, 0))
-    mine = tl.sum(tl.where(each == piece, own, 0))
-    low = tl.sum(tl.where(each == piece, begin, 0))
-    high = tl.sum(tl.where(each == piece, context, 0))
-    slot = first + slots_before
-    tl.store(pieces_at + piece * 3, slot)
-    tl.store(pieces_at + piece * 3 + 1, shared)
-    tl.store(pieces_at + piece * 3 + 2, mine)
+    rest = length - (own - 1) * longest  # of the last, 1 or more
+    mine, shared = tl.sum(tl.where(is_mine, own, 0)), tl.sum(tl.where(is_mine, parts, 0))
+    low, high = tl.sum(tl.where(is_mine, begin, 0)), tl.sum(tl.where(is_mine, context, 0))
+    slot = tl.sum(tl.where(before, own + parts, 0))
+    tl.store(firsts_at + piece, slot)
+    whole_before, whole = tl.sum(tl.where(before, own - 1, 0)), tl.sum(tl.where(inside, own - 1, 0))
+    my_rest = tl.sum(tl.where(is_mine, rest, 0))
+    longer = inside & ((rest > my_rest) | ((rest == my_rest) & before))
+    last_place = whole + tl.sum(tl.where(longer, 1, 0))
     lane = tl.arange(0, 32)
     for start in range(0, mine, 32):
         part = start + lane
-        to = items_at + (first + part) * 4
-        tl.store(to, tl.zeros([32], tl.int32) + piece, mask=part < mine)
-        tl.store(to + 1, low + part * longest, mask=part < mine)
-        tl.store(to + 2, tl.minimum(low + (part + 1) * longest, high), mask=part < mine)
-        tl.store(to + 3, slot + shared + part, mask=part < mine)
+        is_part = part < mine
+        to = items_at + tl.where(part == mine - 1, last_place, whole_before + part) * 8
+        tl.store(to, tl.zeros([32], tl.int32) + piece, mask=is_part)
+        tl.store(to + 1, low + part * longest, mask=is_part)
+        tl.store(to + 2, tl.minimum(low + (part + 1) * longest, high), mask=is_part)
+        tl.store(to + 3, slot + shared + part, mask=is_part)
+        tl.store(to + 4, tl.zeros([32], tl.int32) + slot, mask=is_part)
+        tl.store(to + 5, tl.zeros([32], tl.int32) + shared + mine, mask=is_part)
+        tl.store(to + 6, tl.zeros([32], tl.int32) + mine, mask=is_part)
     if piece == count - 1:
-        for start in range(first + mine, items, 32):
-            tl.store(items_at + (start + lane) * 4, tl.full([32], -1, tl.int32), mask=start + lane < items)
+        for start in range(whole + count, items, 32):
+            tl.store(items_at + (start + lane) * 8, tl.full([32], -1, tl.int32), mask=start + lane < items)
 
 
 @triton.jit
 def _attend_own(
-    q_at, data_at, scales_at, tables_at, pieces_at, sums_at, peaks_at, items_at, arrived_at, out_at, scale,
+    q_at, data_at, scales_at, tables_at, sums_at, peaks_at, items_at, arrived_at, out_at, scale,
     table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
@@ -156,10 +163,10 @@ def _attend_own(
     """One item of one sequence, and if it is the last to end, what all of the sequence's items give together."""
     item, head = tl.program_id(0), tl.program_id(1)
     wait(EARLY)
-    piece = tl.load(items_at + item * 4)
+    item_at = items_at + item * 8
+    piece, low, high, slot = tl.load(item_at), tl.load(item_at + 1), tl.load(item_at + 2), tl.load(item_at + 3)
+    first, slots, own = tl.load(item_at + 4), tl.load(item_at + 5), tl.load(item_at + 6)
     if piece >= 0:
-        low, high = tl.load(items_at + item * 4 + 1), tl.load(items_at + item * 4 + 2)
-        shared, own = tl.load(pieces_at + piece * 3 + 1), tl.load(pieces_at + piece * 3 + 2)
         row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
         is_row, is_column = row < GROUP, column < DIM
         query_head = head * GROUP + row
@@ -171,10 +178,10 @@ def _attend_own(
             block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
         )  # fmt: skip
         to = out_at + piece.to(tl.int64) * (HEADS * DIM) + query_head[:, None] * DIM + column[None, :]
-        if shared + own == 1:
+        if slots == 1:
             tl.store(to, (sums / total[:, None]).to(out_at.dtype.element_ty), mask=inside)
         else:
-            line = tl.load(items_at + item * 4 + 3) * HEADS + query_head
+            line = slot * HEADS + query_head
             tl.store(sums_at + line[:, None] * DIM + column[None, :], sums, mask=inside)
             tl.store(peaks_at + line * 2, peak, mask=is_row)
             tl.store(peaks_at + line * 2 + 1, total, mask=is_row)
@@ -182,11 +189,8 @@ def _attend_own(
             done = tl.atomic_add(arrived_at + piece * (HEADS // GROUP) + head, 1)
             if done == own - 1:
                 tl.store(arrived_at + piece * (HEADS // GROUP) + head, 0)
-                first = tl.load(pieces_at + piece * 3)
                 for i in range(GROUP):
-                    answer = _joined(
-                        sums_at, peaks_at, first, shared + own, head * GROUP + i, column, HEADS, DIM, WIDTH
-                    )
+                    answer = _joined(sums_at, peaks_at, first, slots, head * GROUP + i, column, HEADS, DIM, WIDTH)
                     tl.store(
                         out_at + (piece.to(tl.int64) * HEADS + head * GROUP + i) * DIM + column,
                         answer.to(out_at.dtype.element_ty),
@@ -196,7 +200,7 @@ def _attend_own(
 
 @triton.jit
 def _attend_shared(
-    q_at, data_at, scales_at, tables_at, pieces_at, sums_at, peaks_at, items_at, members_at, scale,
+    q_at, data_at, scales_at, tables_at, sums_at, peaks_at, firsts_at, items_at, members_at, scale,
     table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
@@ -220,7 +224,7 @@ def _attend_shared(
             q, data_at, scales_at, tables_at + anyone * table_stride, low, high, head, scale,
             block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
         )  # fmt: skip
-        slot = tl.load(pieces_at + piece * 3, mask=is_row, other=0) + part
+        slot = tl.load(firsts_at + piece, mask=is_row, other=0) + part
         line = slot * HEADS + query_head
         tl.store(sums_at + line[:, None] * DIM + column[None, :], sums, mask=inside)
         tl.store(peaks_at + line * 2, peak, mask=is_row)

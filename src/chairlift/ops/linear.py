@@ -83,9 +83,12 @@ class Linear:
         return out
 
     def _on_cuda(self, x: torch.Tensor, weight: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
-        """The product by cuBLAS, which adds the residual on the way; the norm and the gate in one pass each."""
-        from chairlift.ops import fused_cuda
+        """Few rows in one kernel; else the product by cuBLAS, which adds the residual, the norm and the gate apart."""
+        from chairlift.ops import fused_cuda, skinny_cuda
 
+        if skinny_cuda.pays(x.shape[0], weight.shape[0]):
+            scale, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
+            return skinny_cuda.linear(x, weight, self.bias, scale, eps, self.gated, add_to)
         if self.norm is not None:
             x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
         if add_to is not None and self.bias is None and not self.gated:

@@ -1,0 +1,226 @@
+"""Linear layers of few rows in Triton, with the norm before and all that follows in the same kernel.
+
+With few rows a layer takes as long as its weight takes to arrive from memory, and what helps is to ask for it early and
+for much of it at once. So each program owns some lines of the weight, and asks for them before it waits for the kernel
+that makes its input: see early_cuda. The norm needs no pass of its own, as its scale is one number for a whole row:
+every program finds it while it reads the input, and multiplies its results by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from chairlift.ops import fused_cuda
+from chairlift.ops.early_cuda import early, wait
+
+FEW = 16  # the most rows that these kernels take
+_MANY = 32768  # lines of a weight, that of a vocabulary, from which on cuBLAS is as fast
+_LONGEST = 4096  # numbers of a row of the weight that a program of one row holds at once
+
+
+def pays(rows: int, lines: int) -> bool:
+    """Whether a layer of so many rows is faster here than with cuBLAS."""
+    return 0 < rows <= FEW and lines < _MANY
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    gated: bool,
+    add_to: torch.Tensor | None,
+) -> torch.Tensor:
+    """What linear_reference gives, for at most FEW rows on a CUDA device."""
+    (rows, depth), lines = x.shape, weight.shape[0]
+    assert rows <= FEW and weight.is_contiguous()
+    if norm_weight is not None and rows > 1 and x.dtype == torch.float16:
+        # Times the norm's weight but not yet its scale, a number may be too large for float16.
+        x, norm_weight = fused_cuda.rms_norm(x, norm_weight, eps), None
+    width = lines // 2 if gated else lines
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
+    shape = shape_for(rows, lines, depth, gated, x.dtype == torch.float32)
+    kernel, step = (_one, shape["DEPTH"]) if rows == 1 else (_few, shape["DEPTH"] * shape["num_warps"])
+    if rows > 1:
+        shape |= {"ROWS": 8 if rows <= 8 else FEW, "SPLIT": shape["num_warps"], "AHEAD": shape.get("AHEAD", 0)}
+    kernel[(triton.cdiv(lines, shape["COLUMNS"]),)](
+        x.contiguous(), weight, x if bias is None else bias, x if norm_weight is None else norm_weight, out, eps, rows,
+        width, out.stride(0), K=depth, EVEN=depth % step == 0, NORMED=norm_weight is not None, BIASED=bias is not None,
+        GATED=gated, ADDED=add_to is not None, **shape, **early(),
+    )  # fmt: skip
+    return out
+
+
+def shape_for(rows: int, lines: int, depth: int, gated: bool, is_wide: bool) -> dict[str, Any]:
+    """How much of a weight [lines, depth] a program takes: COLUMNS lines, DEPTH numbers of each at a time.
+
+    The same for any number of rows above one. Of float32 (`is_wide`), half as much.
+    """
+    if rows == 1:
+        whole = triton.next_power_of_2(depth)
+        part = next((part for part in (4096, 2048, 1024) if depth % part == 0), 2048) if whole > _LONGEST else whole
+        return {"COLUMNS": 4, "DEPTH": part, "num_warps": min(8, max(1, part // 512))}
+    if is_wide:
+        return {"COLUMNS": 16, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
+    if lines <= 2048:
+        return {"COLUMNS": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 5}
+    return {"COLUMNS": 32 if lines <= 4096 else 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _one(
+    x_at, weight_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
+    K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr,
+    BIASED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row times COLUMNS lines of the weight."""
+    lines = _lines(width, COLUMNS, GATED)
+    k = tl.arange(0, DEPTH)
+    at = weight_at + lines[:, None] * K + k[None, :]
+    tile = _load(at, k[None, :], K, EVEN)
+    scale = _load(norm_at + k, k, K, EVEN) if NORMED else 0.0
+    bias = _bias(bias_at, lines, BIASED)
+    wait(EARLY)
+    to, inside = _places(out_at, tl.zeros([1], tl.int32), rows, width, out_stride, COLUMNS, GATED)
+    residual = _residual(to, inside, ADDED)
+    sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    squares = tl.zeros([DEPTH], tl.float32)
+    for start in range(DEPTH, K, DEPTH):
+        following = _load(at + start, start + k[None, :], K, EVEN)
+        following_scale = _load(norm_at + start + k, start + k, K, EVEN) if NORMED else 0.0
+        sums, squares = _multiply(sums, squares, tile, scale, x_at, start - DEPTH + k, K, EVEN, NORMED, EARLY)
+        tile, scale = following, following_scale
+    last = (K - 1) // DEPTH * DEPTH + k
+    sums, squares = _multiply(sums, squares, tile, scale, x_at, last, K, EVEN, NORMED, EARLY)
+    y = tl.sum(sums, 1)
+    if NORMED:
+        y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    _store(to, inside, (y + bias)[None, :], residual, GATED)
+
+
+@triton.jit
+def _multiply(
+    sums, squares, tile, scale, x_at, k, K: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    x = _load(x_at + k, k, K, EVEN).to(tl.float32)
+    if NORMED:
+        squares += x * x
+        x = x * scale.to(tl.float32)
+    return sums + _widened(tile, EARLY) * x[None, :], squares
+
+
+@triton.jit
+def _widened(tile, EARLY: tl.constexpr):
+    """Float32 numbers, made where this stands: the compiler would do it sooner, and wait for the weight before it has
+    even asked for the input."""
+    if EARLY and tile.dtype == tl.bfloat16:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [tile],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        wide = tile.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _few(
+    x_at, weight_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows times COLUMNS lines of the weight, on the matrix units.
+
+    The warps share K and not the columns, of which there are too few: each multiplies DEPTH of a step's SPLIT * DEPTH.
+    """
+    lines = _lines(width, COLUMNS, GATED)
+    bias = _bias(bias_at, lines, BIASED)
+    if EARLY and AHEAD > 0:
+        # Loads of a pipelined loop cannot be moved to before the wait; what they load then comes from the cache.
+        _prefetch(weight_at, lines, K, AHEAD)
+    wait(EARLY)
+    row = tl.arange(0, ROWS)
+    to, inside = _places(out_at, row, rows, width, out_stride, COLUMNS, GATED)
+    residual = _residual(to, inside, ADDED)
+    is_row = (row < rows)[None, :, None]
+    k = (tl.arange(0, SPLIT) * DEPTH)[:, None, None] + tl.arange(0, DEPTH)[None, None, :]
+    at = weight_at + lines[None, :, None] * K + k
+    x_row = x_at + row[None, :, None] * K + k
+    sums = tl.zeros([SPLIT, COLUMNS, ROWS], tl.float32)
+    squares = tl.zeros([SPLIT, ROWS], tl.float32)
+    for start in range(0, K, SPLIT * DEPTH):
+        tile = _load(at + start, start + k, K, EVEN)
+        x = tl.load(x_row + start, mask=is_row if EVEN else is_row & (start + k < K), other=0.0)
+        if NORMED:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 2)
+            x = (wide * _load(norm_at + start + k, start + k, K, EVEN).to(tl.float32)).to(x.dtype)
+        sums = tl.dot(tile, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
+    y = tl.sum(sums, 0)
+    if NORMED:
+        y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
+    _store(to, inside, tl.trans(y + bias[:, None]), residual, GATED)
+
+
+@triton.jit
+def _lines(width, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """The lines of the weight that are this program's: gates and ups in turn where it is gated.
+
+    Beyond the last, the last again: to read it twice is cheaper than to ask at every load.
+    """
+    line = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return tl.minimum(line // 2, width - 1) + line % 2 * width if GATED else tl.minimum(line, width - 1)
+
+
+@triton.jit
+def _load(at, k, K: tl.constexpr, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _bias(bias_at, lines, BIASED: tl.constexpr):
+    return tl.load(bias_at + lines).to(tl.float32) if BIASED else tl.zeros(lines.shape, tl.float32)
+
+
+@triton.jit
+def _prefetch(at, lines, K: tl.constexpr, AHEAD: tl.constexpr):
+    """Bring the first AHEAD numbers of some lines to the second-level cache."""
+    SIZE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # numbers in a line of that cache
+    k = tl.arange(0, triton.next_power_of_2(triton.cdiv(min(K, AHEAD), SIZE))) * SIZE
+    place = at + lines[:, None] * K + tl.minimum(k, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _places(out_at, row, rows, width, out_stride, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """Where a program's results go, and which of them there are."""
+    COUNT: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
+    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    return out_at + row[:, None] * out_stride + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+
+
+@triton.jit
+def _residual(to, inside, ADDED: tl.constexpr):
+    """What the results are added to, asked for long before it is needed."""
+    return tl.load(to, mask=inside, other=0.0) if ADDED else tl.zeros(inside.shape, to.dtype.element_ty)
+
+
+@triton.jit
+def _store(to, inside, y, residual, GATED: tl.constexpr):
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(to, (y + residual.to(tl.float32)).to(to.dtype.element_ty), mask=inside)
