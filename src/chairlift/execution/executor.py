@@ -73,6 +73,11 @@ class TorchExecutor:
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
         self._graphs: DecodeGraphs | None = None
         self._limits = limits
+        self._decodes: tuple[list[Sequence], np.ndarray, np.ndarray] | None = None  # of the last step, if it was such
+        self._counting = list(range(limits.max_sequences))
+        # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
+        self._scored = np.full(limits.max_sequences, -1)
+        self._reads_prompt = np.zeros(limits.max_sequences, bool)
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> DecodeGraphs:
@@ -94,28 +99,50 @@ class TorchExecutor:
         self._rows.update(plan)
         for sequence in plan.placed:
             self._sampler.place(sequence)
+            self._scored[sequence.row] = -1 if sequence.request.scored is None else sequence.request.scored
+            self._reads_prompt[sequence.row] = sequence.request.params.prompt_logprobs is not None
         prompt_scores: list[tuple[Sequence, int, int, Scores]] = []
-        if self._graphs is not None and is_decode(plan):
-            decodes = np.array([piece.sequence.row for piece in plan.slices])
-            starts = np.array([piece.start for piece in plan.slices])
-            logits = self._graphs.run(decodes, starts, self._rows.find_shared(decodes, starts + 1))
+        tokens: torch.Tensor | None = None
+        self._decodes = self._find_decodes(plan)
+        if self._decodes is not None and self._graphs is not None:
+            _, rows, starts = self._decodes
+            positions = starts + 1
+            shared, is_greedy = self._rows.find_shared(rows, positions), self._sampler.is_greedy(rows)
+            logits, tokens = self._graphs.run(rows, starts, shared, is_greedy)
         else:
             hidden, prompt_scores = self._forward(plan)
             if not plan.samples:
                 return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
             logits = self._decoder.logits(hidden)
-        rows = np.array([sequence.row for sequence in plan.samples])
-        positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
-        scored = [i for i, sequence in enumerate(plan.samples) if sequence.request.scored is not None]
-        which = self._send(scored) if scored else None
+            rows = np.array([sequence.row for sequence in plan.samples])
+            positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
+        scored = np.flatnonzero(self._scored[rows] >= 0)
+        which = self._send(scored) if scored.size else None
         raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
-        tokens = self._sampler.sample(logits, rows, positions)
-        self._rows.put(rows, positions, tokens)
+        if tokens is None:
+            tokens = self._sampler.sample(logits, rows, positions)
+            self._rows.put(rows, positions, tokens)
         scores = None
         if which is not None:
-            counts = [plan.samples[i].request.scored or 0 for i in scored]
-            scores = scored, counts, self._score(raw, tokens[which], max(counts))
+            counts = self._scored[rows[scored]].tolist()
+            scores = scored.tolist(), counts, self._score(raw, tokens[which], max(counts))
         return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
+
+    def _find_decodes(self, plan: StepPlan) -> tuple[list[Sequence], np.ndarray, np.ndarray] | None:
+        """Who decodes, their rows and positions, if a plan is nothing else: no prompt, no fork, no prompt's scores.
+
+        Where they are those of the step before, they have moved on by one: all is known already.
+        """
+        count = len(plan.slices)
+        if plan.tokens != count or plan.sampled_at != self._counting[:count]:
+            return None
+        if self._decodes is not None and not plan.placed and plan.samples == self._decodes[0]:
+            samples, rows, starts = self._decodes
+            return samples, rows, starts + 1
+        rows = np.array([piece.sequence.row for piece in plan.slices])
+        if self._reads_prompt[rows].any():
+            return None
+        return plan.samples, rows, np.array([piece.start for piece in plan.slices])
 
     def _group(self) -> Grouping | None:
         """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
@@ -130,7 +157,7 @@ class TorchExecutor:
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[tuple[Sequence, int, int, Scores]]]:
         """The hidden states of what is sampled, and the prompts' scores that were asked for."""
         inputs, batch = self._rows.gather(plan)
-        wanted = self._send(plan.sampled_at)
+        wanted = self._send(np.array(plan.sampled_at, np.int64))
         if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
             everything = self._decoder.forward(inputs, batch, self._cache, None)
             return everything[wanted], self._score_prompts(plan.slices, everything)
@@ -172,19 +199,12 @@ class TorchExecutor:
     def _score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Scores:
         return Scores(tokens, *score(logits.float(), tokens, min(top, logits.shape[-1])))
 
-    def _send(self, indices: list[int]) -> torch.Tensor:
+    def _send(self, indices: np.ndarray) -> torch.Tensor:
         """Indices on the device; `torch.tensor` there would wait for all that it is doing."""
-        return torch.tensor(indices, dtype=torch.int64).to(self._device, non_blocking=True)
+        return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
     def _record(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
-
-
-def is_decode(plan: StepPlan) -> bool:
-    """Whether every slice is one token that samples one: nothing of a prompt, no fork, no prompt's scores."""
-    return plan.tokens == len(plan.slices) == len(plan.samples) and all(
-        piece.sequence.request.params.prompt_logprobs is None for piece in plan.slices
-    )

@@ -7,7 +7,7 @@ already. A batch between two sizes is filled up with a scratch row, whose tokens
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +17,25 @@ from chairlift.execution.sharing import MOST_PARTS, HostShared
 from chairlift.models.decoder import Decoder
 from chairlift.ops.batch import HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _SHARED_ITEMS = 256  # that a recorded step has room for
 
 
+class Recorded(NamedTuple):
+    """One recorded step, and where it leaves its results."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    tokens: torch.Tensor | None
+
+
 class DecodeGraphs:
     """Recorded decode steps, the largest first so that all smaller ones fit in its memory.
 
-    Those in which sequences read what they share together are others, recorded when they are first needed.
+    Some take the likeliest tokens themselves, others leave their logits to the sampler. Those in which sequences read
+    what they share together are others again, recorded when they are first needed.
     """
 
     def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, seats: int) -> None:
@@ -34,19 +44,25 @@ class DecodeGraphs:
         self._sizes = [size for size in LADDER if size < seats] + [seats]
         # One after the other: rows and positions; where something is shared, its prefixes, parts, members and items.
         self._inputs = torch.zeros(5 * seats + 5 * _SHARED_ITEMS, dtype=torch.int32, device=decoder.device)
-        self._recorded: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._recorded: dict[tuple[int, bool, bool], Recorded] = {}
         self._pool: Any = None
 
     @torch.inference_mode()
     def record(self) -> None:
         """Record every size, and one that shares: its kernels are then compiled."""
         for size in reversed(self._sizes):
-            self._record(size, False)
+            self._record(size, False, True)
+            self._record(size, False, False)
         if self._rows.shares:
-            self._record(self._sizes[-1], True)
+            self._record(self._sizes[-1], True, True)
 
-    def run(self, rows: np.ndarray, positions: np.ndarray, shared: HostShared | None) -> torch.Tensor:
-        """The logits of one decode step; they are overwritten by the next."""
+    def run(
+        self, rows: np.ndarray, positions: np.ndarray, shared: HostShared | None, is_greedy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits of one decode step, and if it is greedy its tokens, put where the next step finds them.
+
+        Both are overwritten by the next.
+        """
         count = len(rows)
         size = next(each for each in self._sizes if each >= count)
         if shared is not None and len(shared.items) > _SHARED_ITEMS:
@@ -60,25 +76,25 @@ class DecodeGraphs:
             each[0, :count], each[1, :count] = shared.prefixes, shared.parts
             each[2, : shared.members.size] = shared.members
             inputs[5 * size : 5 * size + shared.items.size] = shared.items.ravel()
-        if (size, shares) not in self._recorded:
-            self._record(size, shares)
+        if (size, shares, is_greedy) not in self._recorded:
+            self._record(size, shares, is_greedy)
         self._inputs[: inputs.size].copy_(torch.from_numpy(inputs), non_blocking=True)
-        graph, logits = self._recorded[size, shares]
+        graph, logits, tokens = self._recorded[size, shares, is_greedy]
         graph.replay()
-        return logits[:count]
+        return logits[:count], None if tokens is None else tokens[:count]
 
-    def _record(self, size: int, shares: bool) -> None:
+    def _record(self, size: int, shares: bool, is_greedy: bool) -> None:
         self._inputs.zero_()
         self._inputs[:size] = self._scratch
-        self._step(size, shares)  # compiles what must be, which cannot be recorded
+        self._step(size, shares, is_greedy)  # compiles what must be, which cannot be recorded
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._step(size, shares)
+            logits, tokens = self._step(size, shares, is_greedy)
         self._pool = self._pool or graph.pool()
-        self._recorded[size, shares] = graph, logits
+        self._recorded[size, shares, is_greedy] = Recorded(graph, logits, tokens)
 
-    def _step(self, size: int, shares: bool) -> torch.Tensor:
+    def _step(self, size: int, shares: bool, is_greedy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         each = self._inputs[: 5 * size].view(5, size)
         shared = None
         if shares:
@@ -93,4 +109,9 @@ class DecodeGraphs:
         )
         tokens, batch = self._rows.gather_decodes(each[0], each[1], host, shared)
         hidden = self._decoder.forward(tokens, batch, self._cache, None)
-        return self._decoder.logits(hidden)
+        logits = self._decoder.logits(hidden)
+        if not is_greedy:
+            return logits, None
+        chosen = likeliest(logits)
+        self._rows.put_behind(each[0], each[1], chosen)
+        return logits, chosen

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from chairlift.core.plan import StepPlan
-from chairlift.core.request import Sequence
 from chairlift.execution.sharing import Grouping, HostShared
 from chairlift.ops.batch import Batch, HostBatch, Shared, look_up
 
@@ -30,7 +29,7 @@ class Rows:
         # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
         self.device_tables = torch.empty(0)
         self._counting = torch.empty(0)
-        self._written = np.zeros(seats, np.int64)  # blocks of each row that the device knows
+        self._written = [0] * seats  # blocks of each row that are known here
 
     def keep_tables_on_device(self, scratch_block: int) -> None:
         """From now on, have every table on the device as well."""
@@ -50,29 +49,27 @@ class Rows:
         for sequence in plan.placed:
             known = torch.tensor(sequence.tokens, dtype=torch.int32)
             self.tokens[sequence.row, : len(known)] = known.to(self.device, non_blocking=True)
-            self._write_table(sequence)
-        for sequence in plan.grown:
-            self._write_table(sequence)
-        if self.device_tables.numel() and (plan.placed or plan.grown):
-            self._send_tables(plan)
+        if plan.placed or plan.grown:
+            self._write_tables(plan)
 
-    def _write_table(self, sequence: Sequence) -> None:
-        blocks = sequence.table.blocks
-        self._tables[sequence.row, : len(blocks)] = blocks
-
-    def _send_tables(self, plan: StepPlan) -> None:
-        """Bring the device's tables up to date, all changes in one transfer."""
-        changes: list[tuple[int, int, int]] = []
+    def _write_tables(self, plan: StepPlan) -> None:
+        """Bring the tables up to date: here, and on the device all changes in one transfer."""
+        width = self._tables.shape[1]
+        places: list[int] = []
+        changed: list[int] = []
         for sequence in plan.placed:
             self._written[sequence.row] = 0
         for sequence in (*plan.placed, *plan.grown):
             row, blocks = sequence.row, sequence.table.blocks
             # The last one it knows may have been replaced by a copy.
-            first = max(0, int(self._written[row]) - 1)
-            changes += ((row, i, blocks[i]) for i in range(first, len(blocks)))
-            self._written[row] = len(blocks)
-        rows, columns, blocks_now = self._send(np.array(changes, np.int64).T.copy())
-        self.device_tables[rows, columns] = blocks_now.int()
+            first, last = max(0, self._written[row] - 1), len(blocks)
+            self._written[row] = last
+            self._tables[row, first:last] = blocks[first:]
+            places += range(row * width + first, row * width + last)
+            changed += blocks[first:]
+        if self.device_tables.numel() and places:
+            where, what = self._send(np.array([places, changed], np.int64))
+            self.device_tables.view(-1)[where] = what.int()
 
     def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostShared | None:
         """What decodes have in common; it is looked for again only when others decode."""
@@ -118,6 +115,10 @@ class Rows:
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""
         self.tokens[self._send(rows), self._send(positions)] = sampled.to(torch.int32)
+
+    def put_behind(self, rows: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor) -> None:
+        """The same for rows and positions on the device, of the tokens before."""
+        self.tokens[rows.long(), positions.long() + 1] = sampled.to(torch.int32)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

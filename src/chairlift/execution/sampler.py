@@ -60,6 +60,11 @@ class Sampler:
         if rules is not None:
             self._rules[row] = rules
 
+    def is_greedy(self, rows: np.ndarray) -> bool:
+        """Whether all that these rows want is the likeliest token."""
+        is_ruled = bool(self._rules) and not self._rules.keys().isdisjoint(rows.tolist())
+        return not (is_ruled or self._has_penalties[rows].any() or self._temperature[rows].any())
+
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """One token for each row of logits, which may be changed; it will stand at `positions`."""
         ruled = [i for i, row in enumerate(rows.tolist()) if row in self._rules] if self._rules else []
