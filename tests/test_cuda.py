@@ -78,7 +78,7 @@ def test_a_seed_draws_the_same_tokens_on_the_gpu_as_on_the_cpu(tmp_path: Path) -
 def test_the_default_dtype_and_the_profiled_capacity_work(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False)
     llm = LLM(str(folder), progress=False, device="cuda", max_sequences=64)
-    assert llm.capacity.tokens == 64 * 512
+    assert 64 * 512 <= llm.capacity.tokens < 1.05 * 64 * 512, "as much as can be of use, and not all of the memory"
     answers = tokens(llm, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2))
     assert all(len(answer) == 20 for outputs in answers for answer in outputs)
 
@@ -123,4 +123,4 @@ def test_what_is_shared_moved_and_read_together_changes_no_token(way: str, tmp_p
         assert sum(memory.prefix_cache.returns) > 0, "nothing came back"
     if way == "reading together":
         graphs = llm.engine._executor._graphs  # type: ignore[attr-defined]
-        assert any(shares and size < 256 for size, shares in graphs._recorded), "nothing was read together"
+        assert any(shares and size < 256 for size, shares, _ in graphs._recorded), "nothing was read together"

@@ -12,9 +12,11 @@ import typer
 from chairlift import __version__
 from chairlift.commands import bench
 from chairlift.commands.batch import batch
+from chairlift.commands.bench_agreement import agreement
 from chairlift.commands.bench_cache import cache
 from chairlift.commands.bench_chat import bench_chat
 from chairlift.commands.bench_kv import kv
+from chairlift.commands.bench_sizes import sizes
 from chairlift.commands.chat import chat
 from chairlift.commands.compare import compare
 from chairlift.commands.explain import explain
@@ -41,6 +43,8 @@ app.command()(pull)
 bench.app.command()(cache)
 bench.app.command()(kv)
 bench.app.command("chat")(bench_chat)
+bench.app.command()(agreement)
+bench.app.command()(sizes)
 app.add_typer(bench.app, name="bench")
 app.command()(compare)
 app.command()(profile)

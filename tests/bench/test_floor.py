@@ -50,7 +50,7 @@ def test_each_part_by_hand() -> None:
 
 def test_what_a_group_shares_counts_once() -> None:
     config = read_config(SHAPES["stories15m"])
-    matrices, head = weights_of(config)
+    matrices, _ = weights_of(config)
     apart = Workload("two", [[1] * 13, [1] * 15], [3, 4])
     together = Workload("two", apart.prompts, apart.outputs, group=2, shared=10)
     whole, less = (floor_of(each, config, 1.0, 1.0) for each in (apart, together))

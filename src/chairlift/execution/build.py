@@ -36,7 +36,7 @@ from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
 
 console = Console(stderr=True)
-_TRIED = 16  # tokens of the step that is timed
+_TRIED = 16  # tokens of the step that is timed, at most
 _PINNED = 4 << 30  # bytes of host memory that take about a second to reserve for a GPU
 
 
@@ -112,9 +112,9 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
             dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
-        start = time.monotonic()
-        dry_run(decoder, tokens=_TRIED, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
-        slowest = (time.monotonic() - start) * limits.step_tokens / _TRIED
+        start, tried = time.monotonic(), min(_TRIED, limits.max_length)
+        dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
+        slowest = (time.monotonic() - start) * limits.step_tokens / tried
     scheduling = settings.scheduling
     window = max(config.windows) if all(config.windows) else 0  # what no layer sees need not be kept
     caches = settings.cache.prefix_cache and not window

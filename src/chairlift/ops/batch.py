@@ -46,15 +46,14 @@ class Batch:
     contexts: torch.Tensor
     tables: torch.Tensor
     host: HostBatch
+    decodes: int = field(init=False)  # slices of a single token, before the first longer one
     shared: Shared | None = None
     work: dict[int, Any] = field(default_factory=dict)  # by window: how decode_cuda divides the decodes
     _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
 
-    @property
-    def decodes(self) -> int:
-        """How many slices of a single token stand before the first longer one."""
+    def __post_init__(self) -> None:
         longer = np.flatnonzero(np.diff(self.host.starts) > 1)
-        return int(longer[0]) if longer.size else self.host.contexts.size
+        self.decodes = int(longer[0]) if longer.size else self.host.contexts.size
 
     def tiles(self, tokens: int, long: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """The slices behind the decodes, cut into tiles of so many tokens, those with the most to see first.

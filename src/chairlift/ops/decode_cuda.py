@@ -27,10 +27,11 @@ from chairlift.ops.kv_quant import TOPS
 _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
 _KEYS = 64  # keys that a program takes at a time
+_WARPS, _STAGES = 2, 5  # of 16-bit numbers: few threads, and much on its way to each
 _FILLS = 1320  # programs that fill a large GPU twice: ten for each multiprocessor
 _FEW = 132  # of sequences and KV heads, with which it is not even filled once
 _ITEMS = 1  # a sequence, on average, when there are many
-_LEAST = 256  # tokens of an item when there are many, so that joining costs little against reading
+_LEAST = 512  # tokens of an item when there are many, so that joining costs little against reading
 _LEAST_OF_FEW = 64
 _COUNTED = 512  # sequences that are counted at a time, however few there are: one kernel for almost every batch
 
@@ -70,6 +71,8 @@ def attend_decodes(
         _attend_shared[(shared.items.shape[0], cache.kv_heads)](
             *given, work.firsts, shared.items, shared.members, scale, *strides, ROWS=_SHARED_ROWS, KEYS=keys, **fixed
         )
+    if qkv.dtype == cache.dtype != torch.float32:
+        fixed |= {"num_warps": _WARPS, "num_stages": _STAGES}
     _attend_own[(work.items.shape[0], cache.kv_heads)](
         *given, work.items, work.arrived, out, scale, *strides,
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), KEYS=_KEYS, **fixed,

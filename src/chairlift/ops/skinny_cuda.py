@@ -18,13 +18,14 @@ from chairlift.ops import fused_cuda
 from chairlift.ops.early_cuda import early, wait
 
 FEW = 16  # the most rows that these kernels take
-_MANY = 32768  # lines of a weight, that of a vocabulary, from which on cuBLAS is as fast
-_LONGEST = 4096  # numbers of a row of the weight that a program of one row holds at once
+_MANY = 8192  # lines of a weight from which on cuBLAS is as fast, but for a single row
+_LONGEST = 3072  # numbers of a row of the weight that a program of one row holds at once
+_DEEP = {"COLUMNS": 4, "DEPTH": 2048, "num_warps": 4}  # what it takes of very long rows
 
 
 def pays(rows: int, lines: int) -> bool:
     """Whether a layer of so many rows is faster here than with cuBLAS."""
-    return 0 < rows <= FEW and lines < _MANY
+    return rows == 1 or (1 < rows <= FEW and lines < _MANY)
 
 
 def linear(
@@ -62,14 +63,17 @@ def shape_for(rows: int, lines: int, depth: int, gated: bool, is_wide: bool) -> 
     The same for any number of rows above one. Of float32 (`is_wide`), half as much.
     """
     if rows == 1:
-        whole = triton.next_power_of_2(depth)
-        part = next((part for part in (4096, 2048, 1024) if depth % part == 0), 2048) if whole > _LONGEST else whole
-        return {"COLUMNS": 4, "DEPTH": part, "num_warps": min(8, max(1, part // 512))}
+        if depth <= _LONGEST:
+            whole = max(32, triton.next_power_of_2(depth))
+            return {"COLUMNS": 4 if is_wide else 8, "DEPTH": whole, "num_warps": max(1, whole // 512)}
+        return {"COLUMNS": 4, "DEPTH": 1024, "num_warps": 2} if depth <= 8192 else {**_DEEP}
     if is_wide:
         return {"COLUMNS": 16, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
     if lines <= 2048:
-        return {"COLUMNS": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 5}
-    return {"COLUMNS": 32 if lines <= 4096 else 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
+        return {"COLUMNS": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 5, "AHEAD": 2048}
+    if lines <= 4096:
+        return {"COLUMNS": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 4, "AHEAD": 1024 if depth <= 2048 else 0}
+    return {"COLUMNS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
 
 
 @triton.jit

@@ -1,0 +1,211 @@
+"""Decoding at several batch sizes: how many tokens a second, and how near that is to what memory allows.
+
+Each size is that many requests of one length, answered by one engine. Prompts go first, in steps of their own, so that
+from then on every step is a decode of the whole batch, and only those are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from chairlift import __version__
+from chairlift.bench.floor import weights_of
+from chairlift.bench.report import scaled
+from chairlift.bench.twin import Subject
+from chairlift.core.errors import ChairliftError
+from chairlift.core.params import SamplingParams
+from chairlift.core.plan import StepPlan
+from chairlift.core.request import Request
+from chairlift.core.settings import Settings
+from chairlift.engine.engine import Engine
+from chairlift.execution.build import Built, assemble, choose_limits, load_model
+from chairlift.execution.profile import measure_rates
+
+Summary = dict[str, Any]
+SHORT = 64  # the shortest context: an engine tries a step of some tokens when it is made
+WARM = 4  # full steps of each size that are not timed: what is compiled or fetched at first belongs to no size
+LEAST = WARM + 2  # tokens of an answer, the first of which comes with its prompt: one step is timed
+
+
+def read_sizes(text: str) -> list[int]:
+    """Batch sizes from 1,2,4: each once, the smallest first.
+
+    >>> read_sizes("8,1,2,8")
+    [1, 2, 8]
+    """
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ChairliftError(f"{text!r} are no batch sizes: give whole numbers with commas, such as 1,8,64") from None
+    if found[0] < 1:
+        raise ChairliftError(f"{found[0]} is no batch size: use 1 or more")
+    return found
+
+
+@dataclass(slots=True)
+class Timed:
+    """The full decode steps of one batch size."""
+
+    size: int
+    steps: int = 0
+    seconds: float = 0.0
+    contexts: int = 0  # tokens whose keys and values were read, in all steps
+
+
+class Watch:
+    """Adds up the steps in which the whole batch decodes; a step lasts from the end of the one before to its own."""
+
+    def __init__(self, size: int) -> None:
+        self.timed = Timed(size)
+        self._full = 0
+        self._end = 0.0
+
+    def __call__(self, plan: StepPlan, began: float, seconds: float) -> None:
+        before, self._end = self._end, began + seconds
+        pieces = plan.slices
+        if len(pieces) != self.timed.size or any(each.start < each.sequence.prompt_length for each in pieces):
+            return
+        self._full += 1
+        if self._full > WARM:
+            self.timed.steps += 1
+            self.timed.seconds += self._end - before
+            self.timed.contexts += sum(each.start + each.count for each in pieces)
+
+
+def measure(
+    shape: str,
+    sizes: Sequence[int],
+    prompt: int,
+    output: int,
+    settings: dict[str, Any],
+    notice: Callable[[str], None] = lambda _text: None,
+    advance: Callable[[int], None] = lambda _tokens: None,
+) -> Summary:
+    """Every size on one engine, the largest first, so that one that does not fit is found at once."""
+    if output < LEAST:
+        raise ChairliftError(f"answers of {output} tokens are too short to time decoding: use {LEAST} or more")
+    wanted = {**settings, "load_format": "dummy"}
+    room = Subject(shape, Settings.of(**wanted)).config.max_length
+    if prompt + output > room:
+        raise ChairliftError(
+            f"prompts of {prompt:,} and answers of {output:,} tokens make {prompt + output:,}, and the context holds "
+            f"{room:,}: lower --prompt or --output"
+        )
+    notice("loading")
+    loaded = load_model(shape, Settings.of(**wanted), progress=False)
+    device, most = loaded.device, max(sizes)
+    rates = measure_rates(device, loaded.config.dtype)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    step_tokens = max(most, choose_limits(loaded.config, Settings.of(**wanted), device).step_tokens)
+    length = min(room, max(prompt + output, SHORT))
+    wanted |= {"max_sequences": most, "step_tokens": step_tokens, "max_length": length}
+    built = assemble(loaded, Settings.of(**wanted, prefix_cache=False, prefill="prefill-first"), progress=False)
+    found = []
+    for size in sorted(sizes, reverse=True):
+        notice(f"{size} sequence{'s' * (size > 1)}")
+        timed = run(built.engine, size, prompt, output, loaded.config.vocab_size, advance)
+        if timed.steps < output - 1 - WARM:
+            raise ChairliftError(
+                f"{size} sequences of {prompt + output:,} tokens are never in the batch together, for the KV cache "
+                f"holds {built.capacity.tokens:,} tokens: lower --sizes, --prompt or --output"
+            )
+        found.append(timed)
+    return summarize(found[::-1], built, rates.read_bytes_s) | {
+        "chairlift": __version__,
+        "shape": shape,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "prompt": prompt,
+        "output": output,
+    }
+
+
+def run(engine: Engine, size: int, prompt: int, output: int, vocab_size: int, advance: Callable[[int], None]) -> Timed:
+    """That many requests of one length, to their end."""
+    draw = Random(size)
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    watch = Watch(size)
+    engine.on_step = watch
+    engine.end_input()
+    for number in range(size):
+        ids = [draw.randrange(vocab_size) for _ in range(prompt)]
+        engine.submit(Request(str(number), ids, params, arrival=engine.clock.now()))
+    while engine.has_work:
+        events = engine.step()
+        for event in events:
+            if event.error is not None:
+                raise ChairliftError(f"a request in a batch of {size} failed: {event.error}")
+        advance(len(events))
+    engine.on_step = None
+    return watch.timed
+
+
+# ---- what was found
+
+
+def summarize(found: Sequence[Timed], built: Built, read_bytes_s: float) -> Summary:
+    """All numbers. The floor of a step is the time to read all weights once and every context's keys and values."""
+    config = built.config
+    weights = sum(weights_of(config)) * config.dtype.itemsize
+    rows = []
+    for each in found:
+        floor = (each.steps * weights + each.contexts * built.capacity.bytes_per_token) / read_bytes_s
+        tokens = each.size * each.steps
+        rows.append(
+            {
+                "size": each.size,
+                "steps": each.steps,
+                "step_ms": 1000 * each.seconds / each.steps,
+                "output_tok_s": tokens / each.seconds,
+                "floor_tok_s": tokens / floor,
+                "floor_share": floor / each.seconds,
+            }
+        )
+    return {
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "weight_bytes": weights,
+        "kv_bytes_per_token": built.capacity.bytes_per_token,
+        "read_bytes_s": read_bytes_s,
+        "sizes": rows,
+    }
+
+
+def title(summary: Summary) -> str:
+    """What was measured, in a line."""
+    return (
+        f"{summary['shape']}, {summary['dtype']} on {summary['device']}: prompts of {summary['prompt']:,} tokens, "
+        f"answers of {summary['output']:,}"
+    )
+
+
+def table(summary: Summary) -> Table:
+    """One row for each size."""
+    weights, per_token = (scaled(summary[name], "B") for name in ("weight_bytes", "kv_bytes_per_token"))
+    shown = Table(
+        title=Text(title(summary)),
+        title_justify="left",
+        caption=Text(
+            f"steps in which the whole batch decodes; the floor: {weights} of weights once a step\n"
+            f"and {per_token} for each token seen, read at {scaled(summary['read_bytes_s'], 'B/s')} as measured"
+        ),
+        caption_justify="left",
+    )
+    for column in ("batch size", "steps", "ms a step", "output tok/s", "the floor's tok/s", "of the floor"):
+        shown.add_column(column, justify="right")
+    for row in summary["sizes"]:
+        shown.add_row(
+            f"{row['size']:,}",
+            f"{row['steps']:,}",
+            f"{row['step_ms']:,.2f}",
+            f"{row['output_tok_s']:,.1f}",
+            f"{row['floor_tok_s']:,.1f}",
+            f"{row['floor_share']:.1%}",
+        )
+    return shown

@@ -1,0 +1,84 @@
+"""`chairlift bench sizes`: decoding at several batch sizes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from chairlift.commands.bench import show
+from chairlift.commands.compare import NO_PLOTS, progress_bar
+from chairlift.commands.options import DEFAULT_MODEL
+from chairlift.core.errors import ChairliftError
+
+_PICTURES = (".svg", ".png")
+_FEW, _MANY = "1,2,4,8,16,32,64", "1,2,4,8,16,32,64,128,256"
+
+
+def sizes(
+    shape: Annotated[
+        str,
+        typer.Option(help="A model's shape: stories15m, qwen3-0.6b, ..., or a folder with a config.json."),
+    ] = DEFAULT_MODEL,
+    sizes: Annotated[
+        str | None, typer.Option(help=f"Batch sizes (default: {_FEW} on a CPU, up to 256 on a GPU).")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
+    output: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="float32 on a CPU if auto.")
+    ] = "auto",
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="Of keys and values.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed by size to this .svg or .png file.")] = None,
+    from_json: Annotated[
+        Path | None, typer.Option(help="Measure nothing: show and draw the numbers of an earlier --json.")
+    ] = None,
+) -> None:
+    """Tokens a second of full batches of several sizes, and their share of what reading memory alone would allow.
+
+    The weights are random; nothing is fetched.
+    """
+    from chairlift.bench.sizes import measure, read_sizes, table
+
+    if plot is not None and plot.suffix not in _PICTURES:
+        raise ChairliftError(f"{plot} is no picture: let its name end in {' or '.join(_PICTURES)}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ChairliftError(NO_PLOTS)
+    for file in (plot, json_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ChairliftError(f"{file} cannot be written: there is no such folder")
+    if from_json is not None:
+        summary = read(from_json)
+    else:
+        from chairlift.execution.build import choose_device
+
+        chosen = read_sizes(sizes or (_FEW if choose_device(device).type == "cpu" else _MANY))
+        settings = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype}
+        with progress_bar(sum(chosen) * output) as (notice, advance):
+            summary = measure(shape, chosen, prompt, output, settings, notice, advance)
+    show(table(summary))
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+    if plot is not None:
+        from chairlift.bench.sizes_plot import draw
+
+        draw(summary, plot)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The numbers of an earlier run."""
+    from chairlift.bench.sizes import table
+
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        table(found)
+    except OSError as error:
+        raise ChairliftError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ChairliftError(f"{file} holds no numbers of bench sizes: write them with --json") from None
+    return found
