@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
-from chairlift.ops.attention import paged_attention
+from chairlift.ops.attention import rotate_and_attend
 from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.linear import Linear
-from chairlift.ops.rotate import rotate_and_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,10 @@ class Decoder:
     def _attend(self, x: Any, index: int, layer: Layer, batch: Batch, cache: KvCache) -> Any:
         config = self.config
         qkv = layer.qkv(x).reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
-        rotate_and_store(qkv, cache, index, batch, self._turns, self._norms[index], config.norm_eps)
-        return paged_attention(qkv, config.heads, cache, index, batch, layer.window)
+        norms = self._norms[index]
+        return rotate_and_attend(
+            qkv, config.heads, cache, index, batch, self._turns, norms, config.norm_eps, layer.window
+        )
 
     def _lay(self, tensor: torch.Tensor) -> Any:
         """A tensor as the ops of this decoder take it."""
