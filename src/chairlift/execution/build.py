@@ -131,8 +131,8 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
     if device.type == "cuda":
-        with console.status("recording decode steps") if progress else nullcontext():
-            executor.use_graphs(capacity.blocks).record()
+        with console.status("recording steps") if progress else nullcontext():
+            executor.use_graphs(capacity.blocks)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     return Built(engine, config, limits, capacity, loaded.checkpoint, device, slowest)
 

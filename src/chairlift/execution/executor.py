@@ -10,7 +10,7 @@ import torch
 from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
-from chairlift.execution.graphs import DecodeGraphs
+from chairlift.execution.graphs import DecodeGraphs, PromptGraphs
 from chairlift.execution.rows import Rows
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.sharing import Grouping
@@ -72,6 +72,7 @@ class TorchExecutor:
         self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device, grouping)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         self._limits = limits
         self._decodes: tuple[list[Sequence], np.ndarray, np.ndarray] | None = None  # of the last step, if it was such
         self._counting = list(range(limits.max_sequences))
@@ -80,13 +81,16 @@ class TorchExecutor:
         self._reads_prompt = np.zeros(limits.max_sequences, bool)
 
     @torch.inference_mode()
-    def use_graphs(self, scratch_block: int) -> DecodeGraphs:
-        """Run decode steps as recorded ones; the block is one that no sequence ever gets."""
+    def use_graphs(self, scratch_block: int) -> None:
+        """Run decode steps, and parts of full steps, as recorded ones; the block is one that no sequence ever gets."""
         limits = self._limits
         self._sampler.warm_up(self._decoder.config.vocab_size, self._decoder.config.dtype)
         self._rows.keep_tables_on_device(scratch_block)
         self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences)
-        return self._graphs
+        self._graphs.record()
+        if limits.step_tokens > limits.max_sequences:
+            self._prompts = PromptGraphs(self._decoder, limits.step_tokens)
+            self._prompts.record()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
@@ -161,7 +165,9 @@ class TorchExecutor:
         if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
             everything = self._decoder.forward(inputs, batch, self._cache, None)
             return everything[wanted], self._score_prompts(plan.slices, everything)
-        return self._decoder.forward(inputs, batch, self._cache, wanted), []
+        is_full = self._prompts is not None and plan.tokens == self._prompts.tokens
+        forward = self._prompts.forward if self._prompts is not None and is_full else self._decoder.forward
+        return forward(inputs, batch, self._cache, wanted), []
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a pass and bring its tokens to the host."""

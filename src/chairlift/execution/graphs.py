@@ -15,7 +15,7 @@ import torch
 from chairlift.execution.rows import Rows
 from chairlift.execution.sharing import MOST_PARTS, HostShared
 from chairlift.models.decoder import Decoder
-from chairlift.ops.batch import HostBatch, Shared
+from chairlift.ops.batch import Batch, HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import likeliest
 
@@ -115,3 +115,51 @@ class DecodeGraphs:
         chosen = likeliest(logits)
         self._rows.put_behind(each[0], each[1], chosen)
         return logits, chosen
+
+
+class PromptGraphs:
+    """The linear layers of steps that are full of prompts, recorded from one layer's attention to the next.
+
+    Attention itself differs from step to step and is launched as it comes. All that lies between takes the host half of
+    its time, and depends on nothing but the number of tokens, which in a full step is always the same.
+    """
+
+    def __init__(self, decoder: Decoder, tokens: int) -> None:
+        config, self.tokens = decoder.config, tokens
+        self._decoder = decoder
+        seen, width = config.heads * config.head_dim, config.heads + 2 * config.kv_heads
+        self._x, self._seen, self._qkv = (
+            torch.zeros(tokens, size, dtype=config.dtype, device=decoder.device)
+            for size in (config.hidden_size, seen, width * config.head_dim)
+        )
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record what comes before each layer's attention."""
+        pool = None
+        for index in range(len(self._decoder.layers)):
+            if index < 2:
+                self._before(index)  # compiles what must be
+                torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._before(index)
+            pool = pool or graph.pool()
+            self._graphs.append(graph)
+
+    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: torch.Tensor) -> torch.Tensor:
+        """What Decoder.forward gives."""
+        decoder = self._decoder
+        self._x.copy_(decoder.embed(tokens))
+        for index, graph in enumerate(self._graphs):
+            graph.replay()
+            decoder.attend(index, self._qkv, batch, cache, self._seen)
+        x = self._x[wanted]
+        decoder.close(len(self._graphs) - 1, self._seen[wanted], x)
+        return x
+
+    def _before(self, index: int) -> None:
+        if index:
+            self._decoder.close(index - 1, self._seen, self._x)
+        self._decoder.layers[index].qkv.into(self._x, self._qkv)

@@ -50,28 +50,38 @@ class Decoder:
 
     def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: torch.Tensor | None) -> torch.Tensor:
         """The last hidden states [tokens, hidden] of a flat batch, or of the `wanted` ones of its tokens alone."""
-        x = self._lay(F.embedding(tokens, self.embedding))  # the residual stream: layers add to it in place
+        x = self._lay(self.embed(tokens))  # the residual stream: layers add to it in place
         for index, layer in enumerate(self.layers):
-            seen = self._attend(x, index, layer, batch, cache)
+            seen = self.attend(index, layer.qkv(x), batch, cache)
             if wanted is not None and index == len(self.layers) - 1:
                 # Of most prompt tokens only the keys and values matter, and the last layer has just stored them.
                 chosen = self._lay(wanted)
                 x, seen = x[chosen], seen[chosen]
-            layer.output(seen, add_to=x)
-            layer.down(layer.gate_up(x), add_to=x)
+            self.close(index, seen, x)
         return torch.from_numpy(x) if self.is_compiled else x
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What tokens begin as [tokens, hidden]."""
+        return F.embedding(tokens, self.embedding)
+
+    def attend(self, index: int, qkv: Any, batch: Batch, cache: KvCache, out: Any = None) -> Any:
+        """What a layer's queries see, from their projection; written to `out` if that is given."""
+        config, norms = self.config, self._norms[index]
+        qkv = qkv.reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
+        window = self.layers[index].window
+        return rotate_and_attend(
+            qkv, config.heads, cache, index, batch, self._turns, norms, config.norm_eps, window, out
+        )
+
+    def close(self, index: int, seen: Any, x: Any) -> None:
+        """The rest of a layer, added to the residual stream."""
+        layer = self.layers[index]
+        layer.output(seen, add_to=x)
+        layer.down(layer.gate_up(x), add_to=x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary] of some rows' hidden states, in the model's dtype."""
         return self.head(hidden)
-
-    def _attend(self, x: Any, index: int, layer: Layer, batch: Batch, cache: KvCache) -> Any:
-        config = self.config
-        qkv = layer.qkv(x).reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
-        norms = self._norms[index]
-        return rotate_and_attend(
-            qkv, config.heads, cache, index, batch, self._turns, norms, config.norm_eps, layer.window
-        )
 
     def _lay(self, tensor: torch.Tensor) -> Any:
         """A tensor as the ops of this decoder take it."""

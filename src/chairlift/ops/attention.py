@@ -28,35 +28,39 @@ def rotate_and_attend(
     norms: tuple[Array, Array] | None,
     eps: float,
     window: int = 0,
+    out: Array | None = None,
 ) -> Array:
     """rotate_and_store, then paged_attention: on a GPU one kernel where all are decodes."""
     if isinstance(qkv, torch.Tensor) and qkv.is_cuda and HAS_TRITON:
         from chairlift.ops.decode_cuda import Turn, attend_decodes, can_turn
 
         if can_turn(qkv, cache, batch):
-            out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
+            if out is None:
+                out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
             turn = Turn(*turns, norms, eps)  # type: ignore[arg-type]
-            attend_decodes(qkv, heads, cache, layer, batch, window, out, turn)
+            attend_decodes(qkv, heads, cache, layer, batch, window, out, turn)  # type: ignore[arg-type]
             return out
     rotate_and_store(qkv, cache, layer, batch, turns, norms, eps)
-    return paged_attention(qkv, heads, cache, layer, batch, window)
+    return paged_attention(qkv, heads, cache, layer, batch, window, out)
 
 
-def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0) -> Array:
+def paged_attention(
+    qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0, out: Array | None = None
+) -> Array:
     """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
 
     With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
-    be written already. Gives [tokens, heads * dim].
+    be written already. Gives [tokens, heads * dim], in `out` if that is given, which may be so on a GPU only.
     """
     if isinstance(qkv, torch.Tensor):
         if qkv.is_cuda and HAS_TRITON:
             from chairlift.ops.attention_cuda import attend
 
-            return attend(qkv, heads, cache, layer, batch, window)
+            return attend(qkv, heads, cache, layer, batch, window, out)  # type: ignore[arg-type]
         return paged_attention_reference(qkv, heads, cache, layer, batch, window)
     if not _fits_tiles(cache):
         return paged_attention_reference(torch.from_numpy(qkv), heads, cache, layer, batch, window).numpy()
-    out = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
+    found = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
     host = batch.host
     _attend(
         qkv,
@@ -68,10 +72,10 @@ def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: B
         host.contexts,
         cache.block_size,
         window or 1 << 30,
-        out,
+        found,
         torch.get_num_threads(),
     )
-    return out
+    return found
 
 
 def paged_attention_reference(

@@ -29,9 +29,18 @@ _LONG = 2048  # tokens that are much; from there on a whole prompt is left to cu
 _STEP = 1024  # its lengths are rounded up to this: it takes 50 ms to prepare for a length that it has not seen
 
 
-def attend(qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int) -> torch.Tensor:
+def attend(
+    qkv: torch.Tensor,
+    heads: int,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    window: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What paged_attention gives, on a CUDA device."""
-    out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
     if batch.decodes:
         attend_decodes(qkv, heads, cache, layer, batch, window, out)
     if batch.decodes < batch.host.contexts.size:
@@ -44,7 +53,7 @@ def _attend_prompts(
 ) -> None:
     group, dim = heads // cache.kv_heads, cache.dim
     is_exact = qkv.dtype == torch.float32
-    is_long = int(batch.host.contexts[batch.decodes :].max()) > _LONG
+    is_long = batch.longest_prompt > _LONG
     tokens = max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
     left = qkv.is_cuda and not (is_exact or window or cache.scales is not None) and dim in (64, 128)
     tiles, whole = batch.tiles(tokens, _LONG if left else 1 << 30)

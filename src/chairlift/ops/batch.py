@@ -47,6 +47,7 @@ class Batch:
     tables: torch.Tensor
     host: HostBatch
     decodes: int = field(init=False)  # slices of a single token, before the first longer one
+    longest_prompt: int = field(init=False)  # what any of the others sees at most
     shared: Shared | None = None
     work: dict[int, Any] = field(default_factory=dict)  # by window: how decode_cuda divides the decodes
     _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Batch:
     def __post_init__(self) -> None:
         longer = np.flatnonzero(np.diff(self.host.starts) > 1)
         self.decodes = int(longer[0]) if longer.size else self.host.contexts.size
+        self.longest_prompt = int(self.host.contexts[self.decodes :].max(initial=0))
 
     def tiles(self, tokens: int, long: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """The slices behind the decodes, cut into tiles of so many tokens, those with the most to see first.

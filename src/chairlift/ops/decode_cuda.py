@@ -209,34 +209,36 @@ def _attend_own(
         inside = is_row[:, None] & is_column[None, :]
         token_at = q_at + piece.to(tl.int64) * q_stride
         table_at = tables_at + piece.to(tl.int64) * table_stride
+        seen = high
         if TURNS:
+            # The last token's key and value are not in the cache yet: whoever has the last item puts them there.
+            one, half = tl.zeros([1], tl.int32), tl.arange(0, DIM // 2)[None, :]
+            is_last, is_stored, is_value = high + one > place, high + half * 0 > place, high + column * 0 > place
+            seen = tl.minimum(high, place)
             low_q, high_q = _turned(
                 token_at + query_head[:, None] * DIM, is_row, place, cos_at, sin_at, q_norm_at, eps, DIM, NORMED
             )
             q = _whole(low_q, high_q)
-            seen = tl.minimum(high, place)  # the last one is not in the cache yet
+            low_k, high_k = _turned(
+                token_at + (HEADS + head + one)[:, None] * DIM, is_last, place, cos_at, sin_at, k_norm_at, eps, DIM,
+                NORMED,
+            )  # fmt: skip
+            v = tl.load(token_at + (HEADS + HEADS // GROUP + head) * DIM + column, mask=is_value, other=0.0)
+            block = tl.load(table_at + place // BLOCK).to(tl.int64)
+            key_at = data_at + block * block_stride + head * head_stride + place % BLOCK * DIM
+            tl.store(key_at + half, low_k, mask=is_stored)
+            tl.store(key_at + DIM // 2 + half, high_k, mask=is_stored)
+            tl.store(key_at + side_stride + column, v, mask=is_value)
         else:
             q = tl.load(token_at + query_head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
-            seen = high
         peak, total, sums = _pass_over(
             q, data_at, scales_at, table_at, low, seen, head, scale,
             block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
         )  # fmt: skip
-        if TURNS and high > place:
-            one = tl.zeros([1], tl.int32)
-            low_k, high_k = _turned(
-                token_at + (HEADS + head + one)[:, None] * DIM, one == 0, place, cos_at, sin_at, k_norm_at, eps, DIM,
-                NORMED,
-            )  # fmt: skip
-            v = tl.load(token_at + (HEADS + HEADS // GROUP + head) * DIM + column)
-            block = tl.load(table_at + place // BLOCK).to(tl.int64)
-            to_key = data_at + block * block_stride + head * head_stride + place % BLOCK * DIM
-            half = tl.arange(0, DIM // 2)
-            tl.store(to_key + half[None, :], low_k)
-            tl.store(to_key + DIM // 2 + half[None, :], high_k)
-            tl.store(to_key + side_stride + column, v)
+        if TURNS:
             score = tl.sum(low_q.to(tl.float32) * low_k.to(tl.float32), 1)
             score = (score + tl.sum(high_q.to(tl.float32) * high_k.to(tl.float32), 1)) * scale
+            score = tl.where(is_last, score, -float("inf"))
             top = tl.maximum(peak, score)
             fade, weight = tl.exp2(peak - top), tl.exp2(score - top)
             total = total * fade + weight

@@ -82,6 +82,18 @@ class Linear:
         _linear(x, self._scale, self._eps, source, self._packed, self._bias, out, mode, torch.get_num_threads())
         return out
 
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The layer's output on a CUDA device, written where the caller wants it; not for gated layers."""
+        from chairlift.ops import fused_cuda
+
+        assert self.weight is not None and not self.gated
+        if self.norm is not None:
+            x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+
     def _on_cuda(self, x: torch.Tensor, weight: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
         """Few rows in one kernel; else the product by cuBLAS, which adds the residual, the norm and the gate apart."""
         from chairlift.ops import fused_cuda, skinny_cuda
