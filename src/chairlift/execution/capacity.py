@@ -82,7 +82,8 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: tor
         peak = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(decoder.device)
-        return int(free - total * (1 - memory_share)) - peak
+        # Twice: recorded steps have memory of their own, beside that of steps which are launched as they come.
+        return int(free - total * (1 - memory_share)) - 2 * peak
     return int(available_memory() * memory_share) - activation_bytes(decoder.config, limits)
 
 
