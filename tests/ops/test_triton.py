@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from chairlift.execution.sharing import Grouping
-from chairlift.ops import attention_cuda, decode_cuda, fused_cuda
+from chairlift.ops import attention_cuda, fused_cuda
 from chairlift.ops.attention import paged_attention_reference
 from chairlift.ops.batch import Batch, HostBatch, Shared, look_up_reference
 from chairlift.ops.kv_cache import KvCache, write_kv_reference
@@ -159,33 +159,6 @@ def test_what_decodes_share_is_read_together(heads: int, kv_heads: int, kv_dtype
     # It is really read together: with other blocks for the followers, the answer is still the leader's.
     batch.tables[1, :37] = batch.tables[3, 0]
     assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
-
-
-@pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (2, 1, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_decodes_are_turned_and_stored_by_the_kernel_that_attends(
-    heads: int, kv_heads: int, dim: int, normed: bool, window: int, dtype: torch.dtype
-) -> None:
-    if DEVICE.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter computes bfloat16 in NumPy, which has none")
-    batch, blocks = make_batch([(0, 1), (15, 1), (16, 1), (130, 1), (64, 1)], 16)
-    caches = [KvCache(2, blocks, kv_heads, dim, 16, dtype, DEVICE, compiled=False) for _ in range(2)]
-    caches[0].data.normal_()
-    caches[1].data.copy_(caches[0].data)
-    qkv = torch.randn(5, heads + 2 * kv_heads, dim, dtype=dtype, device=DEVICE)
-    turns = torch.randn(2, 131, dim // 2, device=DEVICE).unbind()
-    norms = (torch.rand(2, dim, device=DEVICE) + 0.5).to(dtype).unbind() if normed else None
-    assert decode_cuda.can_turn(qkv, caches[0], batch)
-    got = torch.empty(5, heads * dim, dtype=dtype, device=DEVICE)
-    decode_cuda.attend_decodes(
-        qkv.clone(), heads, caches[0], 1, batch, window, got, decode_cuda.Turn(*turns, norms, 1e-6)
-    )
-    fused_cuda.rotate_and_store(qkv, caches[1], 1, batch, turns, norms, 1e-6)
-    assert close(got, paged_attention_reference(qkv, heads, caches[1], 1, batch, window))
-    assert close(caches[0].data, caches[1].data)
-    assert torch.equal(caches[0].data[0], caches[1].data[0]), "another layer was written"
 
 
 @pytest.mark.parametrize("window", [0, 300])

@@ -7,7 +7,7 @@ import torch
 
 from chairlift.core.plan import StepPlan
 from chairlift.execution.sharing import Grouping, HostShared
-from chairlift.ops.batch import Batch, HostBatch, Shared, look_up
+from chairlift.ops.batch import Batch, HostBatch, Shared, look_up, send
 
 
 class Rows:
@@ -47,8 +47,7 @@ class Rows:
         if plan.placed:
             self._shared = b"", None
         for sequence in plan.placed:
-            known = torch.tensor(sequence.tokens, dtype=torch.int32)
-            self.tokens[sequence.row, : len(known)] = known.to(self.device, non_blocking=True)
+            self.tokens[sequence.row, : len(sequence.tokens)] = self._send(np.array(sequence.tokens, np.int32))
         if plan.placed or plan.grown:
             self._write_tables(plan)
 
@@ -68,8 +67,8 @@ class Rows:
             places += range(row * width + first, row * width + last)
             changed += blocks[first:]
         if self.device_tables.numel() and places:
-            where, what = self._send(np.array([places, changed], np.int64))
-            self.device_tables.view(-1)[where] = what.int()
+            where, what = send(self.device, np.array(places, np.int32), np.array(changed, np.int32))
+            self.device_tables.view(-1)[where.long()] = what
 
     def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostShared | None:
         """What decodes have in common; it is looked for again only when others decode."""
@@ -100,9 +99,9 @@ class Rows:
         decodes = batch.decodes
         shared = self.find_shared(rows[:decodes], contexts[:decodes]) if decodes else None
         if shared is not None:
-            items, members, prefixes, parts = map(self._send, shared)
+            items, members, prefixes, parts = send(self.device, *shared)
             batch.shared = Shared(items, members, prefixes, parts, int(shared.parts.sum()))
-        return self.tokens[self._send(rows[owner]), batch.positions], batch
+        return self.tokens[self._send(rows[owner]).long(), batch.positions.long()], batch
 
     def gather_decodes(
         self, rows: torch.Tensor, positions: torch.Tensor, host: HostBatch, shared: Shared | None
@@ -114,11 +113,12 @@ class Rows:
 
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""
-        self.tokens[self._send(rows), self._send(positions)] = sampled.to(torch.int32)
+        on_device = send(self.device, rows, positions)
+        self.tokens[on_device[0].long(), on_device[1].long()] = sampled.to(torch.int32)
 
     def put_behind(self, rows: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor) -> None:
         """The same for rows and positions on the device, of the tokens before."""
         self.tokens[rows.long(), positions.long() + 1] = sampled.to(torch.int32)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return send(self.device, array)[0]

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
-from chairlift.ops.attention import rotate_and_attend
+from chairlift.ops.attention import paged_attention
 from chairlift.ops.batch import Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.linear import Linear
+from chairlift.ops.rotate import rotate_and_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,10 @@ class Decoder:
 
     def attend(self, index: int, qkv: Any, batch: Batch, cache: KvCache, out: Any = None) -> Any:
         """What a layer's queries see, from their projection; written to `out` if that is given."""
-        config, norms = self.config, self._norms[index]
+        config, window = self.config, self.layers[index].window
         qkv = qkv.reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
-        window = self.layers[index].window
-        return rotate_and_attend(
-            qkv, config.heads, cache, index, batch, self._turns, norms, config.norm_eps, window, out
-        )
+        rotate_and_store(qkv, cache, index, batch, self._turns, self._norms[index], config.norm_eps)
+        return paged_attention(qkv, config.heads, cache, index, batch, window, out)
 
     def close(self, index: int, seen: Any, x: Any) -> None:
         """The rest of a layer, added to the residual stream."""

@@ -13,35 +13,8 @@ from numba import njit, prange
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import score_narrow, weigh_narrow
-from chairlift.ops.rotate import rotate_and_store
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
-
-
-def rotate_and_attend(
-    qkv: Array,
-    heads: int,
-    cache: KvCache,
-    layer: int,
-    batch: Batch,
-    turns: tuple[Array, Array],
-    norms: tuple[Array, Array] | None,
-    eps: float,
-    window: int = 0,
-    out: Array | None = None,
-) -> Array:
-    """rotate_and_store, then paged_attention: on a GPU one kernel where all are decodes."""
-    if isinstance(qkv, torch.Tensor) and qkv.is_cuda and HAS_TRITON:
-        from chairlift.ops.decode_cuda import Turn, attend_decodes, can_turn
-
-        if can_turn(qkv, cache, batch):
-            if out is None:
-                out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
-            turn = Turn(*turns, norms, eps)  # type: ignore[arg-type]
-            attend_decodes(qkv, heads, cache, layer, batch, window, out, turn)  # type: ignore[arg-type]
-            return out
-    rotate_and_store(qkv, cache, layer, batch, turns, norms, eps)
-    return paged_attention(qkv, heads, cache, layer, batch, window, out)
 
 
 def paged_attention(

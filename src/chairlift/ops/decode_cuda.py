@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -41,41 +41,18 @@ class Work:
     """What the programs of a step's decodes do, and where they leave what must be joined."""
 
     items: torch.Tensor  # [items, 8]: sequence (-1: nothing), first and last key, and of its results: this one's slot,
-    # the first, how many with those of shared items, how many are its own; and the sequence's last position
+    # the first, how many with those of shared items, how many are its own
     firsts: torch.Tensor  # [sequences]: first slot
     arrived: torch.Tensor  # [sequences, kv_heads]: items that are done; zero again after each layer
     sums: torch.Tensor  # [slots, heads, dim]
     peaks: torch.Tensor  # [slots, heads, 2]: the highest score, and the sum of weights
 
 
-class Turn(NamedTuple):
-    """What rotate_and_store needs, for a kernel that does its work on the way."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    norms: tuple[torch.Tensor, torch.Tensor] | None
-    eps: float
-
-
-def can_turn(qkv: torch.Tensor, cache: KvCache, batch: Batch) -> bool:
-    """Whether all are decodes whose queries and keys the kernel that reads them can turn and store itself."""
-    is_plain = cache.dtype == qkv.dtype and cache.dim >= 32 and cache.dim & (cache.dim - 1) == 0
-    return is_plain and batch.shared is None and batch.decodes == batch.host.contexts.size
-
-
 def attend_decodes(
-    qkv: torch.Tensor,
-    heads: int,
-    cache: KvCache,
-    layer: int,
-    batch: Batch,
-    window: int,
-    out: torch.Tensor,
-    turn: Turn | None = None,
+    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int, out: torch.Tensor
 ) -> None:
-    """Attention of a batch's first slices, the decodes; with `turn`, of queries and keys as they were projected."""
-    is_known = window in batch.work
-    work: Work = batch.work[window] if is_known else lay_out(heads, cache, batch, window)
+    """Attention of a batch's first slices, the decodes."""
+    work: Work = batch.work.get(window) or lay_out(heads, cache, batch, window)
     batch.work[window] = work
     group, dim = heads // cache.kv_heads, cache.dim
     data = cache.data[layer]
@@ -96,11 +73,9 @@ def attend_decodes(
         )
     if qkv.dtype == cache.dtype != torch.float32:
         fixed |= {"num_warps": _WARPS, "num_stages": _STAGES}
-    cos, sin, norms, eps = turn or Turn(qkv, qkv, None, 0.0)
     _attend_own[(work.items.shape[0], cache.kv_heads)](
-        *given, work.items, work.arrived, out, cos, sin, *(norms or (qkv, qkv)), eps, scale, *strides,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), KEYS=_KEYS, TURNS=turn is not None,
-        NORMED=norms is not None, KNOWN=is_known, **fixed,
+        *given, work.items, work.arrived, out, scale, *strides,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), KEYS=_KEYS, **fixed,
     )  # fmt: skip
 
 
@@ -176,7 +151,6 @@ def _lay_out(
         tl.store(to + 4, tl.zeros([32], tl.int32) + slot, mask=is_part)
         tl.store(to + 5, tl.zeros([32], tl.int32) + shared + mine, mask=is_part)
         tl.store(to + 6, tl.zeros([32], tl.int32) + mine, mask=is_part)
-        tl.store(to + 7, tl.zeros([32], tl.int32) + high - 1, mask=is_part)
     if piece == count - 1:
         for start in range(whole + count, items, 32):
             tl.store(items_at + (start + lane) * 8, tl.full([32], -1, tl.int32), mask=start + lane < items)
@@ -184,66 +158,28 @@ def _lay_out(
 
 @triton.jit
 def _attend_own(
-    q_at, data_at, scales_at, tables_at, sums_at, peaks_at, items_at, arrived_at, out_at,
-    cos_at, sin_at, q_norm_at, k_norm_at, eps, scale, table_stride, q_stride, block_stride, side_stride, head_stride,
+    q_at, data_at, scales_at, tables_at, sums_at, peaks_at, items_at, arrived_at, out_at, scale,
+    table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TURNS: tl.constexpr, NORMED: tl.constexpr, KNOWN: tl.constexpr,
-    EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One item of one sequence, and if it is the last to end, what all of the sequence's items give together.
-
-    KNOWN: the items were laid out long ago, and may be read before the kernel before this one has ended.
-    """
+    """One item of one sequence, and if it is the last to end, what all of the sequence's items give together."""
     item, head = tl.program_id(0), tl.program_id(1)
+    wait(EARLY)
     item_at = items_at + item * 8
-    if not KNOWN:
-        wait(EARLY)
     piece, low, high, slot = tl.load(item_at), tl.load(item_at + 1), tl.load(item_at + 2), tl.load(item_at + 3)
-    first, slots, own, place = tl.load(item_at + 4), tl.load(item_at + 5), tl.load(item_at + 6), tl.load(item_at + 7)
-    if KNOWN:
-        wait(EARLY)
+    first, slots, own = tl.load(item_at + 4), tl.load(item_at + 5), tl.load(item_at + 6)
     if piece >= 0:
         row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
         is_row, is_column = row < GROUP, column < DIM
         query_head = head * GROUP + row
         inside = is_row[:, None] & is_column[None, :]
-        token_at = q_at + piece.to(tl.int64) * q_stride
-        table_at = tables_at + piece.to(tl.int64) * table_stride
-        seen = high
-        if TURNS:
-            # The last token's key and value are not in the cache yet: whoever has the last item puts them there.
-            one, half = tl.zeros([1], tl.int32), tl.arange(0, DIM // 2)[None, :]
-            is_last, is_stored, is_value = high + one > place, high + half * 0 > place, high + column * 0 > place
-            seen = tl.minimum(high, place)
-            low_q, high_q = _turned(
-                token_at + query_head[:, None] * DIM, is_row, place, cos_at, sin_at, q_norm_at, eps, DIM, NORMED
-            )
-            q = _whole(low_q, high_q)
-            low_k, high_k = _turned(
-                token_at + (HEADS + head + one)[:, None] * DIM, is_last, place, cos_at, sin_at, k_norm_at, eps, DIM,
-                NORMED,
-            )  # fmt: skip
-            v = tl.load(token_at + (HEADS + HEADS // GROUP + head) * DIM + column, mask=is_value, other=0.0)
-            block = tl.load(table_at + place // BLOCK).to(tl.int64)
-            key_at = data_at + block * block_stride + head * head_stride + place % BLOCK * DIM
-            tl.store(key_at + half, low_k, mask=is_stored)
-            tl.store(key_at + DIM // 2 + half, high_k, mask=is_stored)
-            tl.store(key_at + side_stride + column, v, mask=is_value)
-        else:
-            q = tl.load(token_at + query_head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        q_from = q_at + piece.to(tl.int64) * q_stride + query_head[:, None] * DIM + column[None, :]
+        q = tl.load(q_from, mask=inside, other=0.0)
         peak, total, sums = _pass_over(
-            q, data_at, scales_at, table_at, low, seen, head, scale,
+            q, data_at, scales_at, tables_at + piece.to(tl.int64) * table_stride, low, high, head, scale,
             block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
         )  # fmt: skip
-        if TURNS:
-            score = tl.sum(low_q.to(tl.float32) * low_k.to(tl.float32), 1)
-            score = (score + tl.sum(high_q.to(tl.float32) * high_k.to(tl.float32), 1)) * scale
-            score = tl.where(is_last, score, -float("inf"))
-            top = tl.maximum(peak, score)
-            fade, weight = tl.exp2(peak - top), tl.exp2(score - top)
-            total = total * fade + weight
-            sums = sums * fade[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-            peak = top
         to = out_at + piece.to(tl.int64) * (HEADS * DIM) + query_head[:, None] * DIM + column[None, :]
         if slots == 1:
             tl.store(to, (sums / total[:, None]).to(out_at.dtype.element_ty), mask=inside)
@@ -296,31 +232,6 @@ def _attend_shared(
         tl.store(sums_at + line[:, None] * DIM + column[None, :], sums, mask=inside)
         tl.store(peaks_at + line * 2, peak, mask=is_row)
         tl.store(peaks_at + line * 2 + 1, total, mask=is_row)
-
-
-@triton.jit
-def _turned(
-    at, is_row, place, cos_at, sin_at, norm_at, eps, DIM: tl.constexpr, NORMED: tl.constexpr
-):  # fmt: skip
-    """Both halves of some heads' queries or keys, normed and turned to their position as rotate_and_store does it."""
-    half = tl.arange(0, DIM // 2)
-    first = tl.load(at + half[None, :], mask=is_row[:, None], other=0.0)
-    second = tl.load(at + DIM // 2 + half[None, :], mask=is_row[:, None], other=0.0)
-    c = tl.load(cos_at + place * (DIM // 2) + half)[None, :]
-    s = tl.load(sin_at + place * (DIM // 2) + half)[None, :]
-    kind = first.dtype
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    if NORMED:
-        size = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
-        a = (a * size).to(kind).to(tl.float32) * tl.load(norm_at + half)[None, :].to(tl.float32)
-        b = (b * size).to(kind).to(tl.float32) * tl.load(norm_at + DIM // 2 + half)[None, :].to(tl.float32)
-    return (a * c - b * s).to(kind), (b * c + a * s).to(kind)
-
-
-@triton.jit
-def _whole(low, high):
-    """[rows, dim] of its two halves."""
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [low.shape[0], 2 * low.shape[1]])
 
 
 @triton.jit

@@ -145,7 +145,7 @@ def _rotate(
         tl.store(at, first, mask=inside & ~stays)
         tl.store(at + HALF, second, mask=inside & ~stays)
     if tile * TILE + TILE > QUERIES:
-        slot = tl.load(slots_at + token)
+        slot = tl.load(slots_at + token).to(tl.int64)
         is_kept = inside & (head >= QUERIES)[:, None]
         side = tl.where(is_value, 1, 0)
         own = head - QUERIES - side * KEYS
