@@ -23,7 +23,7 @@ from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.execution.calibrate import calibrate
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity
-from chairlift.execution.dry_run import dry_run
+from chairlift.execution.dry_run import compile_kernels, dry_run
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
@@ -96,6 +96,9 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     limits = choose_limits(config, settings, device)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
     kv_dtype = KV_DTYPES.get(settings.cache.kv_dtype, config.dtype)
+    if device.type == "cuda":
+        with console.status("compiling kernels, once on this machine") if progress else nullcontext():
+            compile_kernels(decoder, limits.max_length, settings.cache.block_size, kv_dtype)
     capacity = plan_capacity(decoder, limits, settings.cache.block_size, kv_dtype, settings.cache.kv_tokens, share)
     spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
     cache = KvCache(

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 
 from chairlift.models.decoder import Decoder
 from chairlift.ops import sampling
-from chairlift.ops.batch import Batch, HostBatch
+from chairlift.ops.batch import Batch, HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache
+
+_FEW, _SHORT, _LONG = 16, 600, 2112  # tokens of steps that run kernels of their own
 
 
 @torch.inference_mode()
-def dry_run(decoder: Decoder, tokens: int, samples: int, block_size: int, kv_dtype: torch.dtype | None = None) -> None:
-    """One prompt of so many tokens over a scratch cache, in the model's own dtype by default; so many rows sampled."""
+def dry_run(
+    decoder: Decoder,
+    tokens: int,
+    samples: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    before: int = 0,
+    shares: bool = False,
+) -> None:
+    """So many tokens of one prompt over a scratch cache, in the model's own dtype by default; so many rows sampled.
+
+    There may be others `before` them, and they may go through the kernels for sequences that read together.
+    """
     config, device = decoder.config, decoder.device
-    blocks = -(-tokens // block_size)
+    context = before + tokens
+    blocks = -(-context // block_size)
     cache = KvCache(
         config.layers,
         blocks,
@@ -27,14 +45,48 @@ def dry_run(decoder: Decoder, tokens: int, samples: int, block_size: int, kv_dty
         compiled=decoder.is_compiled,
     )
     host = HostBatch(
-        positions=np.arange(tokens),
-        slots=np.arange(tokens),
+        positions=np.arange(before, context),
+        slots=np.arange(before, context),
         starts=np.array([0, tokens], np.int32),
-        contexts=np.array([tokens], np.int32),
+        contexts=np.array([context], np.int32),
         tables=np.arange(blocks, dtype=np.int32)[None],
     )
+    batch = Batch.on(device, host)
+    if shares:
+        nobody = torch.zeros(1, 5, dtype=torch.int32, device=device)
+        batch.shared = Shared(nobody, nobody[0], nobody[0], nobody[0], 0)
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
     wanted = torch.arange(min(samples, tokens), device=device)
-    logits = decoder.logits(decoder.forward(inputs, Batch.on(device, host), cache, wanted))
+    logits = decoder.logits(decoder.forward(inputs, batch, cache, wanted))
     keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64, device=device)
-    sampling.likeliest(logits.add_(sampling.gumbel(keys, logits.shape[-1])))
+    sampling.draw(logits, torch.ones(logits.shape[0], device=device), keys, None)
+
+
+def compile_kernels(decoder: Decoder, max_length: int, block_size: int, kv_dtype: torch.dtype) -> None:
+    """Have what steps of a GPU need compiled, several kernels at a time; where that was done before, it is read."""
+
+    def run(step: tuple[int, int, bool]) -> None:
+        before, tokens, shares = step
+        if before + tokens <= max_length:
+            dry_run(decoder, tokens, 1, block_size, kv_dtype, before=before, shares=shares)
+
+    def choose(dtype: torch.dtype) -> None:
+        warm_up_sampling(decoder.config.vocab_size, dtype, decoder.device)
+
+    steps = [(0, 1, False), (0, 1, True), (0, _FEW // 2, False), (0, _FEW, False), (0, _SHORT, False)]
+    steps.append((_LONG - _FEW * 4, _FEW * 4, False))
+    dtypes: Sequence[torch.dtype] = [*{decoder.config.dtype, torch.float32}]  # rules and penalties compute in float32
+    with ThreadPoolExecutor(len(steps) + len(dtypes)) as pool:
+        for done in [*(pool.submit(run, step) for step in steps), *(pool.submit(choose, dtype) for dtype in dtypes)]:
+            done.result()
+
+
+@torch.inference_mode()
+def warm_up_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Choose a token in every way there is."""
+    one = torch.ones(1, device=device)
+    filters = sampling.Filters(one.long(), one / 2, one / 2)
+    logits = torch.zeros(1, vocabulary, dtype=dtype, device=device)
+    sampling.likeliest(logits)
+    for each in (None, filters):
+        sampling.draw(logits, one, one.long().expand(1, 2).contiguous(), each)

@@ -84,7 +84,6 @@ class TorchExecutor:
     def use_graphs(self, scratch_block: int) -> None:
         """Run decode steps, and parts of full steps, as recorded ones; the block is one that no sequence ever gets."""
         limits = self._limits
-        self._sampler.warm_up(self._decoder.config.vocab_size, self._decoder.config.dtype)
         self._rows.keep_tables_on_device(scratch_block)
         self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences)
         self._graphs.record()

@@ -21,6 +21,7 @@ from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _SHARED_ITEMS = 256  # that a recorded step has room for
+_ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
 class Recorded(NamedTuple):
@@ -42,8 +43,9 @@ class DecodeGraphs:
         self._decoder, self._cache, self._rows = decoder, cache, rows
         self._scratch = seats  # the row behind the last seat
         self._sizes = [size for size in LADDER if size < seats] + [seats]
-        # One after the other: rows and positions; where something is shared, its prefixes, parts, members and items.
-        self._inputs = torch.zeros(5 * seats + 5 * _SHARED_ITEMS, dtype=torch.int32, device=decoder.device)
+        # Rows and positions; where something is shared, its prefixes, parts and members; and behind these its items.
+        self._width = -(-seats // _ALIGNED) * _ALIGNED
+        self._inputs = torch.zeros(5 * (self._width + _SHARED_ITEMS), dtype=torch.int32, device=decoder.device)
         self._recorded: dict[tuple[int, bool, bool], Recorded] = {}
         self._pool: Any = None
 
@@ -68,14 +70,14 @@ class DecodeGraphs:
         if shared is not None and len(shared.items) > _SHARED_ITEMS:
             shared = None
         shares = shared is not None
-        inputs = np.zeros(5 * size + 5 * _SHARED_ITEMS if shares else 2 * size, np.int32)
-        inputs[:count], inputs[count:size] = rows, self._scratch
-        inputs[size : size + count] = positions
+        inputs = np.zeros(self._inputs.numel() if shares else 2 * self._width, np.int32)
+        each = inputs[: (5 if shares else 2) * self._width].reshape(-1, self._width)
+        each[0, :count], each[0, count:] = rows, self._scratch
+        each[1, :count] = positions
         if shared is not None:
-            each = inputs[2 * size : 5 * size].reshape(3, size)
-            each[0, :count], each[1, :count] = shared.prefixes, shared.parts
-            each[2, : shared.members.size] = shared.members
-            inputs[5 * size : 5 * size + shared.items.size] = shared.items.ravel()
+            each[2, :count], each[3, :count] = shared.prefixes, shared.parts
+            each[4, : shared.members.size] = shared.members
+            inputs[5 * self._width :][: shared.items.size] = shared.items.ravel()
         if (size, shares, is_greedy) not in self._recorded:
             self._record(size, shares, is_greedy)
         self._inputs[: inputs.size].copy_(torch.from_numpy(inputs), non_blocking=True)
@@ -85,7 +87,7 @@ class DecodeGraphs:
 
     def _record(self, size: int, shares: bool, is_greedy: bool) -> None:
         self._inputs.zero_()
-        self._inputs[:size] = self._scratch
+        self._inputs[: self._width] = self._scratch
         self._step(size, shares, is_greedy)  # compiles what must be, which cannot be recorded
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -95,10 +97,10 @@ class DecodeGraphs:
         self._recorded[size, shares, is_greedy] = Recorded(graph, logits, tokens)
 
     def _step(self, size: int, shares: bool, is_greedy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        each = self._inputs[: 5 * size].view(5, size)
+        each = self._inputs[: 5 * self._width].view(5, self._width)[:, :size]
         shared = None
         if shares:
-            items = self._inputs[5 * size : 5 * (size + _SHARED_ITEMS)].view(_SHARED_ITEMS, 5)
+            items = self._inputs[5 * self._width :].view(_SHARED_ITEMS, 5)
             shared = Shared(items, each[4], each[2], each[3], MOST_PARTS * size)
         host = HostBatch(  # of which only the shape is asked: the rest a recorded step must not depend on
             positions=np.zeros(size, np.int64),

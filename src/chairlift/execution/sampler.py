@@ -85,16 +85,6 @@ class Sampler:
         tokens[index] = self._draw(logits[index], rows[random], positions[random])
         return tokens
 
-    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
-        """Have every kernel compiled before a request needs it."""
-        one = torch.ones(1, device=self._device)
-        filters = sampling.Filters(one.long(), one / 2, one / 2)
-        for kind in {dtype, torch.float32}:  # rules and penalties compute in float32
-            logits = torch.zeros(1, vocabulary, dtype=kind, device=self._device)
-            sampling.likeliest(logits)
-            for each in (None, filters):
-                sampling.draw(logits, one, one.long().expand(1, 2).contiguous(), each)
-
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         shares = np.stack([self._temperature[rows], self._top_p[rows], self._min_p[rows]])
         top_k = self._top_k[rows]

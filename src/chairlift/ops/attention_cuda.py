@@ -89,7 +89,8 @@ def _attend_whole(qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last
     out[first:last] = found[0].transpose(0, 1)[:count].flatten(1)
 
 
-@triton.jit
+# The width of the tables differs from step to step: no kernel of its own for some.
+@triton.jit(do_not_specialize=["table_stride", "count", "window"])
 def _attend(
     q_at, data_at, scales_at, tables_at, starts_at, contexts_at, tiles_at, out_at, scale, window,
     table_stride, q_stride, block_stride, side_stride, head_stride, count,

@@ -156,7 +156,8 @@ def _lay_out(
             tl.store(items_at + (start + lane) * 8, tl.full([32], -1, tl.int32), mask=start + lane < items)
 
 
-@triton.jit
+# The width of the tables differs from step to step: no kernel of its own for some.
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_own(
     q_at, data_at, scales_at, tables_at, sums_at, peaks_at, items_at, arrived_at, out_at, scale,
     table_stride, q_stride, block_stride, side_stride, head_stride,
@@ -201,7 +202,8 @@ def _attend_own(
                     )
 
 
-@triton.jit
+# The width of the tables differs from step to step: no kernel of its own for some.
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_shared(
     q_at, data_at, scales_at, tables_at, sums_at, peaks_at, firsts_at, items_at, members_at, scale,
     table_stride, q_stride, block_stride, side_stride, head_stride,

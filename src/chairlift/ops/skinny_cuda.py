@@ -76,7 +76,7 @@ def shape_for(rows: int, lines: int, depth: int, gated: bool, is_wide: bool) -> 
     return {"COLUMNS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _one(
     x_at, weight_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
     K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr,
@@ -137,7 +137,7 @@ def _widened(tile, EARLY: tl.constexpr):
     return wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few(
     x_at, weight_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
