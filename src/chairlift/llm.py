@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count, islice
 from types import TracebackType
 from typing import Any, TypeVar
@@ -96,7 +98,7 @@ class LLM:
                 f"best_of is {params.best_of} and n is {params.n}: which answers are the best is known at their end; "
                 "use generate(), or leave best_of out"
             )
-        return self._stream(self._submit(prompt, params))
+        return self._stream(self._submit(prompt, params, is_streamed=True))
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
@@ -160,7 +162,7 @@ class LLM:
 
     # ---- requests in
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> Track:
+    def _submit(self, prompt: Prompt, params: SamplingParams, *, is_streamed: bool = False) -> Track:
         text, ids = self._encode(prompt)
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
@@ -175,7 +177,7 @@ class LLM:
             bad_words=spell_bad_words(params.bad_words, tokenizer),
         )
         self.engine.submit(request)
-        track = Track(request, text, tokenizer)
+        track = Track(request, text, tokenizer, is_streamed=is_streamed)
         self._tracks[request.id] = track
         return track
 
@@ -217,7 +219,8 @@ class LLM:
         )
         clock = self.engine.clock
         start = clock.now()
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        shown_on = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
+        with no_full_collections(), shown_on as bar:
             task = bar.add_task("generating", total=len(tracks), speed="")
             tokens, shown = 0, start
             for track in tracks:
@@ -267,6 +270,17 @@ class LLM:
             if not track.output.finished:
                 self._dispatch(self.engine.abort(track.request.id))
                 self._tracks.pop(track.request.id, None)
+
+
+@contextmanager
+def no_full_collections() -> Iterator[None]:
+    """Have Python collect only what is young: to look at all that is loaded takes so long that a GPU would idle."""
+    usual = gc.get_threshold()
+    gc.set_threshold(usual[0], usual[1], 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

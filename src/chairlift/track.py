@@ -14,8 +14,11 @@ from chairlift.text.tokenizer import Tokenizer
 class Track:
     """One request on its way: the readers of its answers, and its times."""
 
-    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool = False
+    ) -> None:
         self.request = request
+        self._is_streamed = is_streamed  # otherwise nobody takes chunks
         self._tokenizer = tokenizer
         params = request.params
         self._readers = readers_of(request.prompt, params, tokenizer)
@@ -52,13 +55,13 @@ class Track:
                 self.output.num_cached_tokens = event.sequence.cached
             metrics.output_tokens += was_open
         reason = reader.answer.finish_reason
-        if was_open and (event.token is not None or reason):
+        if self._is_streamed and was_open and (event.token is not None or reason):
             ids = [] if event.token is None else [event.token]
             self._chunks.append(Chunk(new, ids, event.sequence.index, reason))
         if event.finish_reason in ("abort", "error") and event.sequence.index == 0:
             for other in self._readers:  # siblings that were never born end with it
                 other.answer.finish_reason = other.answer.finish_reason or str(event.finish_reason)
-        if all(answer.finish_reason for answer in self.output.outputs) and not self.output.finished:
+        if reason and not self.output.finished and all(answer.finish_reason for answer in self.output.outputs):
             self.output.finished, metrics.finished = True, now()
             self.output.outputs = best(self.output.outputs, self.request.params.n)
         return was_open and reason is not None and event.finish_reason is None

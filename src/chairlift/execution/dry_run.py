@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -56,8 +55,11 @@ def dry_run(
         nobody = torch.zeros(1, 5, dtype=torch.int32, device=device)
         batch.shared = Shared(nobody, nobody[0], nobody[0], nobody[0], 0)
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
-    wanted = torch.arange(min(samples, tokens), device=device)
-    logits = decoder.logits(decoder.forward(inputs, batch, cache, wanted))
+    wanted = np.arange(max(0, tokens - samples), tokens)
+    hidden = decoder.forward(inputs, batch, cache, wanted)
+    if not samples:
+        return
+    logits = decoder.logits(hidden)
     keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64, device=device)
     sampling.draw(logits, torch.ones(logits.shape[0], device=device), keys, None)
 
@@ -65,20 +67,23 @@ def dry_run(
 def compile_kernels(decoder: Decoder, max_length: int, block_size: int, kv_dtype: torch.dtype) -> None:
     """Have what steps of a GPU need compiled, several kernels at a time; where that was done before, it is read."""
 
-    def run(step: tuple[int, int, bool]) -> None:
-        before, tokens, shares = step
+    def run(before: int, tokens: int) -> None:
         if before + tokens <= max_length:
-            dry_run(decoder, tokens, 1, block_size, kv_dtype, before=before, shares=shares)
+            dry_run(decoder, tokens, 0, block_size, kv_dtype, before=before)
 
-    def choose(dtype: torch.dtype) -> None:
-        warm_up_sampling(decoder.config.vocab_size, dtype, decoder.device)
+    def decode() -> None:
+        for shares in (False, True):
+            dry_run(decoder, 1, 1, block_size, kv_dtype, shares=shares)
 
-    steps = [(0, 1, False), (0, 1, True), (0, _FEW // 2, False), (0, _FEW, False), (0, _SHORT, False)]
-    steps.append((_LONG - _FEW * 4, _FEW * 4, False))
-    dtypes: Sequence[torch.dtype] = [*{decoder.config.dtype, torch.float32}]  # rules and penalties compute in float32
-    with ThreadPoolExecutor(len(steps) + len(dtypes)) as pool:
-        for done in [*(pool.submit(run, step) for step in steps), *(pool.submit(choose, dtype) for dtype in dtypes)]:
-            done.result()
+    dtypes = {decoder.config.dtype, torch.float32}  # rules and penalties compute in float32
+    chunk = 4 * _FEW
+    with ThreadPoolExecutor() as pool:
+        under_way = [pool.submit(decode)]
+        under_way += (pool.submit(run, 0, tokens) for tokens in (_FEW // 2, _FEW, _SHORT))
+        under_way.append(pool.submit(run, _LONG - chunk, chunk))
+        under_way += (pool.submit(warm_up_sampling, decoder.config.vocab_size, d, decoder.device) for d in dtypes)
+        for each in under_way:
+            each.result()
 
 
 @torch.inference_mode()

@@ -160,10 +160,10 @@ class TorchExecutor:
     def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[tuple[Sequence, int, int, Scores]]]:
         """The hidden states of what is sampled, and the prompts' scores that were asked for."""
         inputs, batch = self._rows.gather(plan)
-        wanted = self._send(np.array(plan.sampled_at, np.int64))
+        wanted = np.array(plan.sampled_at, np.int64)
         if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
             everything = self._decoder.forward(inputs, batch, self._cache, None)
-            return everything[wanted], self._score_prompts(plan.slices, everything)
+            return everything[self._send(wanted)], self._score_prompts(plan.slices, everything)
         is_full = self._prompts is not None and plan.tokens == self._prompts.tokens
         forward = self._prompts.forward if self._prompts is not None and is_full else self._decoder.forward
         return forward(inputs, batch, self._cache, wanted), []

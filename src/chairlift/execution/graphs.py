@@ -150,16 +150,15 @@ class PromptGraphs:
             pool = pool or graph.pool()
             self._graphs.append(graph)
 
-    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: np.ndarray) -> torch.Tensor:
         """What Decoder.forward gives."""
         decoder = self._decoder
         self._x.copy_(decoder.embed(tokens))
         for index, graph in enumerate(self._graphs):
             graph.replay()
-            decoder.attend(index, self._qkv, batch, cache, self._seen)
-        x = self._x[wanted]
-        decoder.close(len(self._graphs) - 1, self._seen[wanted], x)
-        return x
+            if index < len(self._graphs) - 1:
+                decoder.attend(index, self._qkv, batch, cache, self._seen)
+        return decoder.finish(self._qkv, self._x, batch, cache, wanted)
 
     def _before(self, index: int) -> None:
         if index:

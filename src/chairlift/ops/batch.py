@@ -80,6 +80,16 @@ class Batch:
             self._tiles[tokens, long] = found.to(self.tables.device, non_blocking=True), whole
         return self._tiles[tokens, long]
 
+    def only(self, chosen: np.ndarray) -> Batch:
+        """Some of the batch's tokens, each as if it were decoded alone."""
+        host = self.host
+        piece = np.searchsorted(host.starts, chosen, side="right") - 1
+        contexts = host.positions[chosen] + 1
+        starts = np.arange(chosen.size + 1, dtype=np.int32)
+        tables = np.ascontiguousarray(host.tables[piece])
+        picked = HostBatch(host.positions[chosen], host.slots[chosen], starts, contexts.astype(np.int32), tables)
+        return Batch.on(self.tables.device, picked)
+
     @staticmethod
     def on(device: torch.device, host: HostBatch) -> Batch:
         """Send a batch to its device."""

@@ -28,9 +28,8 @@ _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
 _KEYS = 64  # keys that a program takes at a time
 _WARPS, _STAGES = 2, 5  # of 16-bit numbers: few threads, and much on its way to each
-_FILLS = 1320  # programs that fill a large GPU twice: ten for each multiprocessor
+_FILLS = 1320  # programs of one length that would fill a large GPU a few times: none is longer than these
 _FEW = 132  # of sequences and KV heads, with which it is not even filled once
-_ITEMS = 1  # a sequence, on average, when there are many
 _LEAST = 512  # tokens of an item when there are many, so that joining costs little against reading
 _LEAST_OF_FEW = 64
 _COUNTED = 512  # sequences that are counted at a time, however few there are: one kernel for almost every batch
@@ -83,7 +82,7 @@ def lay_out(heads: int, cache: KvCache, batch: Batch, window: int) -> Work:
     """Cut the decodes' contexts into items."""
     count, device = batch.decodes, batch.contexts.device
     many = count * cache.kv_heads > _FEW
-    items = count + max(-(-_FILLS // cache.kv_heads), _ITEMS * count)
+    items = count + -(-_FILLS // cache.kv_heads)
     shared = batch.shared
     slots = items + (0 if shared is None else shared.slots)
     work = Work(
@@ -193,13 +192,7 @@ def _attend_own(
             done = tl.atomic_add(arrived_at + piece * (HEADS // GROUP) + head, 1)
             if done == own - 1:
                 tl.store(arrived_at + piece * (HEADS // GROUP) + head, 0)
-                for i in range(GROUP):
-                    answer = _joined(sums_at, peaks_at, first, slots, head * GROUP + i, column, HEADS, DIM, WIDTH)
-                    tl.store(
-                        out_at + (piece.to(tl.int64) * HEADS + head * GROUP + i) * DIM + column,
-                        answer.to(out_at.dtype.element_ty),
-                        mask=is_column,
-                    )
+                _join(sums_at, peaks_at, out_at, piece, head, first, slots, GROUP, HEADS, DIM, WIDTH)
 
 
 # The width of the tables differs from step to step: no kernel of its own for some.
@@ -286,27 +279,31 @@ def _pass_over(
 
 
 @triton.jit
-def _joined(
-    sums_at, peaks_at, first, slots, query_head, column, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+def _join(
+    sums_at, peaks_at, out_at, piece, head, first, slots, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What the slots of one sequence's head give together."""
-    lane = tl.arange(0, 16)
-    peak = -float("inf")
-    total = 0.0
-    answer = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, slots, 16):
-        inside = start + lane < slots
-        line = (first + start + lane) * HEADS + query_head
+    """What the slots of one sequence give together, for all query heads of one KV head at once."""
+    SLOTS: tl.constexpr = 4  # at a time: there are seldom more
+    place = tl.arange(0, triton.next_power_of_2(GROUP) * WIDTH)
+    query_head, column = head * GROUP + place // WIDTH, place % WIDTH
+    is_place = (place // WIDTH < GROUP) & (column < DIM)
+    peak = tl.full(place.shape, -float("inf"), tl.float32)
+    total, answer = tl.zeros(place.shape, tl.float32), tl.zeros(place.shape, tl.float32)
+    for start in range(0, slots, SLOTS):
+        slot = start + tl.arange(0, SLOTS)[:, None]
+        inside = (slot < slots) & is_place[None, :]
+        line = (first + slot) * HEADS + query_head[None, :]
         peaks = tl.load(peaks_at + line * 2, mask=inside, other=-float("inf"))
         totals = tl.load(peaks_at + line * 2 + 1, mask=inside, other=0.0)
-        sums_from = sums_at + line[:, None] * DIM + column[None, :]
-        sums = tl.load(sums_from, mask=inside[:, None] & (column < DIM)[None, :], other=0.0)
-        top = tl.maximum(peak, tl.max(peaks, 0))
-        weights, fade = tl.exp2(peaks - top), tl.exp2(peak - top)
+        sums = tl.load(sums_at + line * DIM + column[None, :], mask=inside, other=0.0)
+        top = tl.maximum(tl.maximum(peak, tl.max(peaks, 0)), -1e30)
+        weights, fade = tl.exp2(peaks - top[None, :]), tl.exp2(peak - top)
         total = total * fade + tl.sum(totals * weights, 0)
-        answer = answer * fade + tl.sum(sums * weights[:, None], 0)
+        answer = answer * fade + tl.sum(sums * weights, 0)
         peak = top
-    return answer / total
+    to = out_at + (piece.to(tl.int64) * HEADS + query_head) * DIM + column
+    tl.store(to, (answer / total).to(out_at.dtype.element_ty), mask=is_place)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ to, or when the process that started it is gone.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -368,6 +369,8 @@ def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> 
             time.sleep(0.05)
         time.sleep(0.2)  # a message handed to ZeroMQ is not yet on its way, and LINGER is 0
         sys.exit(3)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: to look at it again and again would stop the engine for a tenth of a second
     EngineLoop(engine, hello, job, slowest).run()
 
 
