@@ -164,9 +164,10 @@ class TorchExecutor:
         if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
             everything = self._decoder.forward(inputs, batch, self._cache, None)
             return everything[self._send(wanted)], self._score_prompts(plan.slices, everything)
-        is_full = self._prompts is not None and plan.tokens == self._prompts.tokens
-        forward = self._prompts.forward if self._prompts is not None and is_full else self._decoder.forward
-        return forward(inputs, batch, self._cache, wanted), []
+        size = None if self._prompts is None else self._prompts.size_for(plan.tokens)
+        if self._prompts is not None and size is not None:
+            return self._prompts.forward(size, inputs, batch, self._cache, wanted), []
+        return self._decoder.forward(inputs, batch, self._cache, wanted), []
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a pass and bring its tokens to the host."""

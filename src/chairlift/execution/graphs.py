@@ -20,6 +20,7 @@ from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+FILLED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)  # sizes of small steps with prompts
 _SHARED_ITEMS = 256  # that a recorded step has room for
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
@@ -120,47 +121,64 @@ class DecodeGraphs:
 
 
 class PromptGraphs:
-    """The linear layers of steps that are full of prompts, recorded from one layer's attention to the next.
+    """The linear layers of steps with prompts in them, recorded from one layer's attention to the next.
 
-    Attention itself differs from step to step and is launched as it comes. All that lies between takes the host half of
-    its time, and depends on nothing but the number of tokens, which in a full step is always the same.
+    Attention itself differs from step to step and is launched as it comes. All that lies between takes most of the
+    host's time, and depends on nothing but the number of tokens. That is always the same in a full step; a small one is
+    filled up to the next size. Those between take the GPU longer than the host, and are launched as they come.
     """
 
     def __init__(self, decoder: Decoder, tokens: int) -> None:
-        config, self.tokens = decoder.config, tokens
+        config = decoder.config
         self._decoder = decoder
+        self._sizes = [size for size in FILLED if size < tokens] + [tokens]
         seen, width = config.heads * config.head_dim, config.heads + 2 * config.kv_heads
         self._x, self._seen, self._qkv = (
             torch.zeros(tokens, size, dtype=config.dtype, device=decoder.device)
             for size in (config.hidden_size, seen, width * config.head_dim)
         )
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._recorded: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._pool: Any = None
+
+    def size_for(self, tokens: int) -> int | None:
+        """The recorded size that a step of so many tokens runs as, if any."""
+        size = next(each for each in self._sizes if each >= tokens)
+        return size if size == tokens or size <= FILLED[-1] else None
 
     @torch.inference_mode()
-    def record(self) -> None:
-        """Record what comes before each layer's attention."""
-        pool = None
+    def record(self, size: int | None = None) -> None:
+        """Record what comes before each layer's attention, for full steps or those of a size."""
+        size = size or self._sizes[-1]
+        graphs = []
         for index in range(len(self._decoder.layers)):
             if index < 2:
-                self._before(index)  # compiles what must be
+                self._before(index, size)  # compiles what must be
                 torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._before(index)
-            pool = pool or graph.pool()
-            self._graphs.append(graph)
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._before(index, size)
+            self._pool = self._pool or graph.pool()
+            graphs.append(graph)
+        self._recorded[size] = graphs
 
-    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: np.ndarray) -> torch.Tensor:
-        """What Decoder.forward gives."""
-        decoder = self._decoder
-        self._x.copy_(decoder.embed(tokens))
-        for index, graph in enumerate(self._graphs):
+    def forward(
+        self, size: int, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: np.ndarray
+    ) -> torch.Tensor:
+        """What Decoder.forward gives; a size is recorded when it is first needed."""
+        if size not in self._recorded:
+            self.record(size)
+        decoder, graphs, count = self._decoder, self._recorded[size], tokens.numel()
+        x, seen, qkv = self._x[:count], self._seen[:count], self._qkv[:count]
+        x.copy_(decoder.embed(tokens))
+        self._x[count:size].zero_()  # nobody's: without this they would grow from step to step
+        for index, graph in enumerate(graphs):
             graph.replay()
-            if index < len(self._graphs) - 1:
-                decoder.attend(index, self._qkv, batch, cache, self._seen)
-        return decoder.finish(self._qkv, self._x, batch, cache, wanted)
+            if index < len(graphs) - 1:
+                decoder.attend(index, qkv, batch, cache, seen)
+        return decoder.finish(qkv, x, batch, cache, wanted)
 
-    def _before(self, index: int) -> None:
+    def _before(self, index: int, size: int) -> None:
+        x = self._x[:size]
         if index:
-            self._decoder.close(index - 1, self._seen, self._x)
-        self._decoder.layers[index].qkv.into(self._x, self._qkv)
+            self._decoder.close(index - 1, self._seen[:size], x)
+        self._decoder.layers[index].qkv.into(x, self._qkv[:size])

@@ -84,11 +84,13 @@ class Linear:
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The layer's output on a CUDA device, written where the caller wants it; not for gated layers."""
-        from chairlift.ops import fused_cuda
-
         assert self.weight is not None and not self.gated
-        if self.norm is not None:
+        if self.norm is not None and HAS_TRITON:
+            from chairlift.ops import fused_cuda
+
             x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
+        elif self.norm is not None:
+            x = rms_norm_reference(x, self.norm.weight, self.norm.eps)
         if self.bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:
