@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.execution.graphs import FILLED, PromptGraphs
-
-
-def graphs_for(step_tokens: int) -> PromptGraphs:
-    graphs = PromptGraphs.__new__(PromptGraphs)
-    graphs._sizes = [size for size in FILLED if size < step_tokens] + [step_tokens]
-    return graphs
+from chairlift.execution.graphs import recorded_size
 
 
 @pytest.mark.parametrize(
@@ -29,4 +23,4 @@ def graphs_for(step_tokens: int) -> PromptGraphs:
 def test_a_step_runs_as_the_next_larger_size_if_it_is_small_or_full(
     step_tokens: int, tokens: int, size: int | None
 ) -> None:
-    assert graphs_for(step_tokens).size_for(tokens) == size
+    assert recorded_size(tokens, step_tokens) == size

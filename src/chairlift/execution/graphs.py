@@ -131,7 +131,7 @@ class PromptGraphs:
     def __init__(self, decoder: Decoder, tokens: int) -> None:
         config = decoder.config
         self._decoder = decoder
-        self._sizes = [size for size in FILLED if size < tokens] + [tokens]
+        self._full = tokens
         seen, width = config.heads * config.head_dim, config.heads + 2 * config.kv_heads
         self._x, self._seen, self._qkv = (
             torch.zeros(tokens, size, dtype=config.dtype, device=decoder.device)
@@ -142,13 +142,12 @@ class PromptGraphs:
 
     def size_for(self, tokens: int) -> int | None:
         """The recorded size that a step of so many tokens runs as, if any."""
-        size = next(each for each in self._sizes if each >= tokens)
-        return size if size == tokens or size <= FILLED[-1] else None
+        return recorded_size(tokens, self._full)
 
     @torch.inference_mode()
     def record(self, size: int | None = None) -> None:
         """Record what comes before each layer's attention, for full steps or those of a size."""
-        size = size or self._sizes[-1]
+        size = size or self._full
         graphs = []
         for index in range(len(self._decoder.layers)):
             if index < 2:
@@ -182,3 +181,9 @@ class PromptGraphs:
         if index:
             self._decoder.close(index - 1, self._seen[:size], x)
         self._decoder.layers[index].qkv.into(x, self._qkv[:size])
+
+
+def recorded_size(tokens: int, full: int) -> int | None:
+    """The size that a step with prompts runs as: the next one if it is small, its own if it is full, else none."""
+    size = next((each for each in FILLED if tokens <= each < full), full)
+    return size if size == tokens or size <= FILLED[-1] else None
