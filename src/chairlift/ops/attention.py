@@ -23,14 +23,15 @@ def paged_attention(
     """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
 
     With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
-    be written already. Gives [tokens, heads * dim], in `out` if that is given, which may be so on a GPU only.
+    be written already. Gives [tokens, heads * dim], in `out` if that is given, which compiled kernels do not take.
     """
     if isinstance(qkv, torch.Tensor):
         if qkv.is_cuda and HAS_TRITON:
             from chairlift.ops.attention_cuda import attend
 
             return attend(qkv, heads, cache, layer, batch, window, out)  # type: ignore[arg-type]
-        return paged_attention_reference(qkv, heads, cache, layer, batch, window)
+        answer = paged_attention_reference(qkv, heads, cache, layer, batch, window)
+        return answer if out is None else out.copy_(answer)  # type: ignore[union-attr]
     if not _fits_tiles(cache):
         return paged_attention_reference(torch.from_numpy(qkv), heads, cache, layer, batch, window).numpy()
     found = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
