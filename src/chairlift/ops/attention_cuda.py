@@ -53,7 +53,7 @@ def _attend_prompts(
 ) -> None:
     group, dim = heads // cache.kv_heads, cache.dim
     is_exact = qkv.dtype == torch.float32
-    is_long = batch.longest_prompt > _LONG
+    is_long = batch.longest_prompt > _LONG and dim <= 128
     tokens = max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
     left = qkv.is_cuda and not (is_exact or window or cache.scales is not None) and dim in (64, 128)
     tiles, whole = batch.tiles(tokens, _LONG if left else 1 << 30)

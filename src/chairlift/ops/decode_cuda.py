@@ -27,7 +27,7 @@ from chairlift.ops.kv_quant import TOPS
 _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
 _KEYS = 64  # keys that a program takes at a time
-_WARPS, _STAGES = 2, 5  # of 16-bit numbers: few threads, and much on its way to each
+_WARPS, _STAGES = 2, 5  # of 16-bit numbers, while that fits: few threads, and much on its way to each
 _FILLS = 1320  # programs of one length that would fill a large GPU a few times: none is longer than these
 _FEW = 132  # of sequences and KV heads, with which it is not even filled once
 _LEAST = 512  # tokens of an item when there are many, so that joining costs little against reading
@@ -70,7 +70,7 @@ def attend_decodes(
         _attend_shared[(shared.items.shape[0], cache.kv_heads)](
             *given, work.firsts, shared.items, shared.members, scale, *strides, ROWS=_SHARED_ROWS, KEYS=keys, **fixed
         )
-    if qkv.dtype == cache.dtype != torch.float32:
+    if qkv.dtype == cache.dtype != torch.float32 and dim <= 128:
         fixed |= {"num_warps": _WARPS, "num_stages": _STAGES}
     _attend_own[(work.items.shape[0], cache.kv_heads)](
         *given, work.items, work.arrived, out, scale, *strides,
@@ -284,7 +284,7 @@ def _join(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What the slots of one sequence give together, for all query heads of one KV head at once."""
-    SLOTS: tl.constexpr = 4  # at a time: there are seldom more
+    SLOTS: tl.constexpr = 4 if GROUP <= 4 else 2 if GROUP <= 8 else 1  # at a time: there are seldom more
     place = tl.arange(0, triton.next_power_of_2(GROUP) * WIDTH)
     query_head, column = head * GROUP + place // WIDTH, place % WIDTH
     is_place = (place // WIDTH < GROUP) & (column < DIM)
@@ -303,7 +303,8 @@ def _join(
         answer = answer * fade + tl.sum(sums * weights, 0)
         peak = top
     to = out_at + (piece.to(tl.int64) * HEADS + query_head) * DIM + column
-    tl.store(to, (answer / total).to(out_at.dtype.element_ty), mask=is_place)
+    answer = answer / tl.where(is_place, total, 1.0)
+    tl.store(to, answer.to(out_at.dtype.element_ty), mask=is_place)
 
 
 @triton.jit
