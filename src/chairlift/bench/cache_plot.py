@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from chairlift.bench.plots import COLORS, FAINT, INK, LOOK, PAPER, WIDTH
+from chairlift.bench.plots import COLORS, FAINT, INK, LOOK, PAPER, headed, save
 
 _HEIGHT = 3.4
 _SHOWN = 0.16  # of the width, for the names at the right
@@ -18,15 +18,12 @@ _SHOWN = 0.16  # of the width, for the names at the right
 def draw(trace: dict[str, Any], file: Path) -> None:
     """Write the picture; the file's ending says in which format."""
     with matplotlib.rc_context(LOOK):
-        metadata = {"Date": None} if file.suffix == ".svg" else None
-        _figure(trace).savefig(file, dpi=100, facecolor="white", metadata=metadata)
+        save(_figure(trace), file)
 
 
 def _figure(trace: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(WIDTH, _HEIGHT))
-    figure.text(0.012, 0.97, "Blocks found in the cache, by its size", fontsize=12, va="top")
     told = f"{trace['name']}: {trace['requests']:,} requests, {trace['distinct']:,} distinct blocks of "
-    figure.text(0.012, 0.89, f"{told}{trace['block_tokens']} tokens", fontsize=9, color=FAINT, va="top")
+    figure = headed("Blocks found in the cache, by its size", f"{told}{trace['block_tokens']} tokens", _HEIGHT)
     axes = figure.add_axes((0.06, 0.19, 0.93 - _SHOWN, 0.6))
     rows, blocks = trace["sizes"], trace["blocks"]
     sizes = [row["size"] for row in rows]

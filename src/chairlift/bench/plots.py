@@ -51,9 +51,23 @@ def draw_all(summary: Summary, folder: Path, kind: str = "svg") -> list[Path]:
             figure = draw(summary)
             if figure is not None:
                 file = folder / f"{name}.{kind}"
-                figure.savefig(file, dpi=100, facecolor="white", metadata={"Date": None} if kind == "svg" else None)
+                save(figure, file)
                 drawn.append(file)
     return drawn
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write a picture; the file's ending says in which format."""
+    metadata = {"Date": None} if file.suffix == ".svg" else None  # the same picture is the same file
+    figure.savefig(file, dpi=100, facecolor="white", metadata=metadata)
+
+
+def headed(head: str, told: str, height: float) -> Figure:
+    """An empty picture with a title and a line below it."""
+    figure = Figure(figsize=(WIDTH, height))
+    figure.text(0.012, 0.97, head, fontsize=12, va="top")
+    figure.text(0.012, 0.89, told, fontsize=9, color=FAINT, va="top")
+    return figure
 
 
 def throughput(summary: Summary) -> Figure:

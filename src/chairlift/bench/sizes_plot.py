@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from chairlift.bench.plots import COLORS, FAINT, LOOK, PAPER, WIDTH
+from chairlift.bench.plots import COLORS, FAINT, LOOK, PAPER, headed, save
 from chairlift.bench.sizes import title
 
 _HEIGHT = 3.6
@@ -19,15 +19,12 @@ _LABELED = (1, 2, 5)  # times a power of ten, on the axis of speeds
 def draw(summary: dict[str, Any], file: Path) -> None:
     """Write the picture; the file's ending says in which format."""
     with matplotlib.rc_context(LOOK):
-        metadata = {"Date": None} if file.suffix == ".svg" else None
-        picture(summary).savefig(file, dpi=100, facecolor="white", metadata=metadata)
+        save(picture(summary), file)
 
 
 def picture(summary: dict[str, Any]) -> Figure:
     """Two lines on logarithmic axes: what was measured, and the floor."""
-    figure = Figure(figsize=(WIDTH, _HEIGHT))
-    figure.text(0.012, 0.97, "Output tokens a second, by batch size", fontsize=12, va="top")
-    figure.text(0.012, 0.89, title(summary), fontsize=9, color=FAINT, va="top")
+    figure = headed("Output tokens a second, by batch size", title(summary), _HEIGHT)
     axes = figure.add_axes((0.09, 0.14, 0.76, 0.66))
     rows = summary["sizes"]
     sizes = [row["size"] for row in rows]
