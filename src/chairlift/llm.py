@@ -191,11 +191,13 @@ class LLM:
             if not prompt:
                 raise RequestError("the prompt is empty: give at least one character")
             return prompt, self._require_tokenizer().encode(prompt)
-        ids: list[int] = []
-        for token in prompt or ():
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"the prompt holds {token!r}, not a token id: give text or a list of whole numbers")
-            ids.append(token)
+        ids = list(prompt or ())
+        if set(map(type, ids)) - {int}:  # looking at each would make a GPU wait
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError(
+                        f"the prompt holds {token!r}, not a token id: give text or a list of whole numbers"
+                    )
         return text, ids
 
     def _eos_ids(self) -> frozenset[int]:
