@@ -191,7 +191,7 @@ class LLM:
             if not prompt:
                 raise RequestError("the prompt is empty: give at least one character")
             return prompt, self._require_tokenizer().encode(prompt)
-        ids = list(prompt or ())
+        ids: list[Any] = list(prompt or ())
         if set(map(type, ids)) - {int}:  # looking at each would make a GPU wait
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int):

@@ -56,7 +56,7 @@ def dry_run(
         batch.shared = Shared(nobody, nobody[0], nobody[0], nobody[0], 0)
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
     wanted = np.arange(max(0, tokens - samples), tokens)
-    hidden = decoder.forward(inputs, batch, cache, wanted)
+    hidden = decoder.forward(inputs, batch, cache, batch.only(wanted))
     if not samples:
         return
     logits = decoder.logits(hidden)

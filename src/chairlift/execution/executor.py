@@ -10,8 +10,9 @@ import torch
 from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
-from chairlift.execution.graphs import DecodeGraphs, PromptGraphs
-from chairlift.execution.rows import Rows
+from chairlift.execution.graphs import DecodeGraphs, Recorder
+from chairlift.execution.mixed_graphs import MixedGraphs
+from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
@@ -72,7 +73,7 @@ class TorchExecutor:
         self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device, grouping)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
         self._graphs: DecodeGraphs | None = None
-        self._prompts: PromptGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._limits = limits
         self._decodes: tuple[list[Sequence], np.ndarray, np.ndarray] | None = None  # of the last step, if it was such
         self._counting = list(range(limits.max_sequences))
@@ -82,14 +83,13 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> None:
-        """Run decode steps, and parts of full steps, as recorded ones; the block is one that no sequence ever gets."""
+        """Run steps as recorded ones; the block is one that no sequence ever gets."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
-        self._graphs = DecodeGraphs(self._decoder, self._cache, self._rows, limits.max_sequences)
+        recorder = Recorder(self._decoder, self._cache, self._rows, limits.max_sequences)
+        self._graphs, self._mixed = DecodeGraphs(recorder), MixedGraphs(recorder, limits.step_tokens)
+        self._mixed.record()
         self._graphs.record()
-        if limits.step_tokens > limits.max_sequences:
-            self._prompts = PromptGraphs(self._decoder, limits.step_tokens)
-            self._prompts.record()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
@@ -105,7 +105,6 @@ class TorchExecutor:
             self._scored[sequence.row] = -1 if sequence.request.scored is None else sequence.request.scored
             self._reads_prompt[sequence.row] = sequence.request.params.prompt_logprobs is not None
         prompt_scores: list[tuple[Sequence, int, int, Scores]] = []
-        tokens: torch.Tensor | None = None
         self._decodes = self._find_decodes(plan)
         if self._decodes is not None and self._graphs is not None:
             _, rows, starts = self._decodes
@@ -113,12 +112,11 @@ class TorchExecutor:
             shared, is_greedy = self._rows.find_shared(rows, positions), self._sampler.is_greedy(rows)
             logits, tokens = self._graphs.run(rows, starts, shared, is_greedy)
         else:
-            hidden, prompt_scores = self._forward(plan)
+            rows = np.array([sequence.row for sequence in plan.samples], np.int64)
+            positions = np.array([sequence.computed for sequence in plan.samples], np.int64)  # where these will stand
+            logits, tokens, prompt_scores = self._read(plan, rows, positions)
             if not plan.samples:
                 return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
-            logits = self._decoder.logits(hidden)
-            rows = np.array([sequence.row for sequence in plan.samples])
-            positions = np.array([sequence.computed for sequence in plan.samples])  # where the sampled token will stand
         scored = np.flatnonzero(self._scored[rows] >= 0)
         which = self._send(scored) if scored.size else None
         raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
@@ -157,17 +155,26 @@ class TorchExecutor:
         members = members_of_item(config.heads, cache.kv_heads)
         return Grouping(cache.block_size, cache.kv_heads, members) if members else None
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, list[tuple[Sequence, int, int, Scores]]]:
-        """The hidden states of what is sampled, and the prompts' scores that were asked for."""
-        inputs, batch = self._rows.gather(plan)
-        wanted = np.array(plan.sampled_at, np.int64)
-        if any(piece.sequence.request.params.prompt_logprobs is not None for piece in plan.slices):
-            everything = self._decoder.forward(inputs, batch, self._cache, None)
-            return everything[self._send(wanted)], self._score_prompts(plan.slices, everything)
-        size = None if self._prompts is None else self._prompts.size_for(plan.tokens)
-        if self._prompts is not None and size is not None:
-            return self._prompts.forward(size, inputs, batch, self._cache, wanted), []
-        return self._decoder.forward(inputs, batch, self._cache, wanted), []
+    def _read(
+        self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[Sequence, int, int, Scores]]]:
+        """A step with prompts in it: logits of what is sampled, its tokens if they are known, the prompts' scores.
+
+        The tokens sampled will stand at these rows and positions.
+        """
+        flat, wanted = Flat.of(plan), np.array(plan.sampled_at, np.int64)
+        is_scored = bool(self._reads_prompt[flat.rows].any())
+        size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
+        if self._mixed is not None and size is not None:
+            shared = self._rows.find_shared(flat.rows[: flat.decodes], flat.contexts[: flat.decodes])
+            logits, tokens = self._mixed.run(size, flat, shared, wanted, rows, positions)
+            return logits, tokens if self._sampler.is_greedy(rows) else None, []
+        inputs, batch = self._rows.gather(flat)
+        hidden = self._decoder.forward(inputs, batch, self._cache, None if is_scored else batch.only(wanted))
+        scores = self._score_prompts(plan.slices, hidden) if is_scored else []
+        if is_scored:
+            hidden = hidden[self._send(wanted)]
+        return self._decoder.logits(hidden) if wanted.size else hidden, None, scores
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a pass and bring its tokens to the host."""

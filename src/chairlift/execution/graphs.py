@@ -7,6 +7,8 @@ already. A batch between two sizes is filled up with a scratch row, whose tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +17,63 @@ import torch
 from chairlift.execution.rows import Rows
 from chairlift.execution.sharing import MOST_PARTS, HostShared
 from chairlift.models.decoder import Decoder
-from chairlift.ops.batch import Batch, HostBatch, Shared
+from chairlift.ops.batch import HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-FILLED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)  # sizes of small steps with prompts
 _SHARED_ITEMS = 256  # that a recorded step has room for
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
+
+
+class Inputs:
+    """The numbers that a recorded step reads, under their names, side by side: one transfer brings them all."""
+
+    def __init__(self, device: torch.device, shapes: dict[str, tuple[int, ...]], blank: dict[str, int]) -> None:
+        self._begins, end = {}, 0
+        for name, shape in shapes.items():
+            self._begins[name] = end
+            end += -(-prod(shape) // _ALIGNED) * _ALIGNED
+        self._blank = np.zeros(end, np.int32)  # what stands where nothing is given
+        for name, value in blank.items():
+            self._blank[self._begins[name] :][: prod(shapes[name])] = value
+        self._sent = torch.zeros(end, dtype=torch.int32, device=device)
+        self._views = {name: self._sent[self._begins[name] :][: prod(s)].view(s) for name, s in shapes.items()}
+        self._is_pinned = device.type == "cuda"
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+    def send(self, **arrays: np.ndarray) -> None:
+        """Bring the numbers to the device, those behind the last that is given not included."""
+        count = max(self._begins[name] + self._views[name].numel() for name in arrays)
+        pinned = torch.empty(count, dtype=torch.int32, pin_memory=self._is_pinned)
+        numbers = pinned.numpy()
+        numbers[:] = self._blank[:count]
+        for name, array in arrays.items():
+            begin = self._begins[name]
+            numbers[begin : begin + array.size] = array.ravel()
+        self._sent[:count].copy_(pinned, non_blocking=True)
+
+    def clear(self) -> None:
+        """Nothing is given."""
+        self._sent.copy_(torch.from_numpy(self._blank))
+
+
+def shared_shapes(decodes: int) -> dict[str, tuple[int, ...]]:
+    """The inputs that say who reads together; they are the last ones of a step."""
+    return {"prefixes": (decodes,), "parts": (decodes,), "members": (decodes,), "items": (_SHARED_ITEMS, 5)}
+
+
+def fits(shared: HostShared | None) -> HostShared | None:
+    """What is shared, if a recorded step has room for it; else nobody reads together."""
+    return shared if shared is not None and len(shared.items) <= _SHARED_ITEMS else None
+
+
+def shared_in(inputs: Inputs, decodes: int) -> Shared:
+    """Who reads together, for attention."""
+    members, prefixes, parts = (inputs[name][:decodes] for name in ("members", "prefixes", "parts"))
+    return Shared(inputs["items"], members, prefixes, parts, MOST_PARTS * decodes)
 
 
 class Recorded(NamedTuple):
@@ -33,6 +84,33 @@ class Recorded(NamedTuple):
     tokens: torch.Tensor | None
 
 
+class Recorder:
+    """Records steps of one engine, all in one pool of memory."""
+
+    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, seats: int) -> None:
+        self.decoder, self.cache, self.rows = decoder, cache, rows
+        self.seats = seats
+        self.scratch = seats  # the row behind the last seat
+        config = decoder.config
+        self._logits = torch.empty(seats, config.vocab_size, dtype=config.dtype, device=decoder.device)
+        self._pool: Any = None
+
+    def record(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Recorded:
+        """Record a step that gives logits, and tokens if it chooses them itself."""
+        step()  # compiles what must be, which cannot be recorded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits, tokens = step()
+        self._pool = self._pool or graph.pool()
+        return Recorded(graph, logits, tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head says of hidden states, in the one place that all recorded steps have for that."""
+        count = hidden.shape[0]  # a single row has a kernel of its own, twice as fast
+        return self.decoder.logits(hidden, None if count == 1 else self._logits[:count])
+
+
 class DecodeGraphs:
     """Recorded decode steps, the largest first so that all smaller ones fit in its memory.
 
@@ -40,15 +118,13 @@ class DecodeGraphs:
     what they share together are others again, recorded when they are first needed.
     """
 
-    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, seats: int) -> None:
-        self._decoder, self._cache, self._rows = decoder, cache, rows
-        self._scratch = seats  # the row behind the last seat
+    def __init__(self, recorder: Recorder) -> None:
+        seats = recorder.seats
+        self._recorder = recorder
         self._sizes = [size for size in LADDER if size < seats] + [seats]
-        # Rows and positions; where something is shared, its prefixes, parts and members; and behind these its items.
-        self._width = -(-seats // _ALIGNED) * _ALIGNED
-        self._inputs = torch.zeros(5 * (self._width + _SHARED_ITEMS), dtype=torch.int32, device=decoder.device)
+        shapes = {"rows": (seats,), "positions": (seats,)} | shared_shapes(seats)
+        self._inputs = Inputs(recorder.decoder.device, shapes, {"rows": recorder.scratch})
         self._recorded: dict[tuple[int, bool, bool], Recorded] = {}
-        self._pool: Any = None
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -56,7 +132,7 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._record(size, False, True)
             self._record(size, False, False)
-        if self._rows.shares:
+        if self._recorder.rows.shares:
             self._record(self._sizes[-1], True, True)
 
     def run(
@@ -68,122 +144,38 @@ class DecodeGraphs:
         """
         count = len(rows)
         size = next(each for each in self._sizes if each >= count)
-        if shared is not None and len(shared.items) > _SHARED_ITEMS:
-            shared = None
-        shares = shared is not None
-        inputs = np.zeros(self._inputs.numel() if shares else 2 * self._width, np.int32)
-        each = inputs[: (5 if shares else 2) * self._width].reshape(-1, self._width)
-        each[0, :count], each[0, count:] = rows, self._scratch
-        each[1, :count] = positions
-        if shared is not None:
-            each[2, :count], each[3, :count] = shared.prefixes, shared.parts
-            each[4, : shared.members.size] = shared.members
-            inputs[5 * self._width :][: shared.items.size] = shared.items.ravel()
-        if (size, shares, is_greedy) not in self._recorded:
-            self._record(size, shares, is_greedy)
-        self._inputs[: inputs.size].copy_(torch.from_numpy(inputs), non_blocking=True)
-        graph, logits, tokens = self._recorded[size, shares, is_greedy]
+        shared = fits(shared)
+        if (size, shared is not None, is_greedy) not in self._recorded:
+            self._record(size, shared is not None, is_greedy)
+        together = {} if shared is None else shared._asdict()
+        self._inputs.send(rows=rows, positions=positions, **together)
+        graph, logits, tokens = self._recorded[size, shared is not None, is_greedy]
         graph.replay()
         return logits[:count], None if tokens is None else tokens[:count]
 
     def _record(self, size: int, shares: bool, is_greedy: bool) -> None:
-        self._inputs.zero_()
-        self._inputs[: self._width] = self._scratch
-        self._step(size, shares, is_greedy)  # compiles what must be, which cannot be recorded
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, tokens = self._step(size, shares, is_greedy)
-        self._pool = self._pool or graph.pool()
-        self._recorded[size, shares, is_greedy] = Recorded(graph, logits, tokens)
+        self._inputs.clear()
+        self._recorded[size, shares, is_greedy] = self._recorder.record(lambda: self._step(size, shares, is_greedy))
 
     def _step(self, size: int, shares: bool, is_greedy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        each = self._inputs[: 5 * self._width].view(5, self._width)[:, :size]
-        shared = None
-        if shares:
-            items = self._inputs[5 * self._width :].view(_SHARED_ITEMS, 5)
-            shared = Shared(items, each[4], each[2], each[3], MOST_PARTS * size)
-        host = HostBatch(  # of which only the shape is asked: the rest a recorded step must not depend on
-            positions=np.zeros(size, np.int64),
-            slots=np.zeros(size, np.int64),
-            starts=np.arange(size + 1, dtype=np.int32),
-            contexts=np.ones(size, np.int32),
-            tables=np.empty((size, 0), np.int32),
-        )
-        tokens, batch = self._rows.gather_decodes(each[0], each[1], host, shared)
-        hidden = self._decoder.forward(tokens, batch, self._cache, None)
-        logits = self._decoder.logits(hidden)
+        recorder = self._recorder
+        rows, positions = self._inputs["rows"][:size], self._inputs["positions"][:size]
+        shared = shared_in(self._inputs, size) if shares else None
+        tokens, batch = recorder.rows.gather_decodes(rows, positions, host_of(size, size), shared)
+        logits = recorder.logits(recorder.decoder.forward(tokens, batch, recorder.cache, None))
         if not is_greedy:
             return logits, None
         chosen = likeliest(logits)
-        self._rows.put_behind(each[0], each[1], chosen)
+        recorder.rows.put_at(rows, positions + 1, chosen)
         return logits, chosen
 
 
-class PromptGraphs:
-    """The linear layers of steps with prompts in them, recorded from one layer's attention to the next.
+def host_of(decodes: int, tokens: int) -> HostBatch:
+    """A batch in main memory of which only the shape may be asked: a recorded step must not depend on the rest.
 
-    Attention itself differs from step to step and is launched as it comes. All that lies between takes most of the
-    host's time, and depends on nothing but the number of tokens. That is always the same in a full step; a small one is
-    filled up to the next size. Those between take the GPU longer than the host, and are launched as they come.
+    What is no decode is one slice behind them.
     """
-
-    def __init__(self, decoder: Decoder, tokens: int) -> None:
-        config = decoder.config
-        self._decoder = decoder
-        self._full = tokens
-        seen, width = config.heads * config.head_dim, config.heads + 2 * config.kv_heads
-        self._x, self._seen, self._qkv = (
-            torch.zeros(tokens, size, dtype=config.dtype, device=decoder.device)
-            for size in (config.hidden_size, seen, width * config.head_dim)
-        )
-        self._recorded: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._pool: Any = None
-
-    def size_for(self, tokens: int) -> int | None:
-        """The recorded size that a step of so many tokens runs as, if any."""
-        return recorded_size(tokens, self._full)
-
-    @torch.inference_mode()
-    def record(self, size: int | None = None) -> None:
-        """Record what comes before each layer's attention, for full steps or those of a size."""
-        size = size or self._full
-        graphs = []
-        for index in range(len(self._decoder.layers)):
-            if index < 2:
-                self._before(index, size)  # compiles what must be
-                torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._before(index, size)
-            self._pool = self._pool or graph.pool()
-            graphs.append(graph)
-        self._recorded[size] = graphs
-
-    def forward(
-        self, size: int, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: np.ndarray
-    ) -> torch.Tensor:
-        """What Decoder.forward gives; a size is recorded when it is first needed."""
-        if size not in self._recorded:
-            self.record(size)
-        decoder, graphs, count = self._decoder, self._recorded[size], tokens.numel()
-        x, seen, qkv = self._x[:count], self._seen[:count], self._qkv[:count]
-        x.copy_(decoder.embed(tokens))
-        self._x[count:size].zero_()  # nobody's: without this they would grow from step to step
-        for index, graph in enumerate(graphs):
-            graph.replay()
-            if index < len(graphs) - 1:
-                decoder.attend(index, qkv, batch, cache, seen)
-        return decoder.finish(qkv, x, batch, cache, wanted)
-
-    def _before(self, index: int, size: int) -> None:
-        x = self._x[:size]
-        if index:
-            self._decoder.close(index - 1, self._seen[:size], x)
-        self._decoder.layers[index].qkv.into(x, self._qkv[:size])
-
-
-def recorded_size(tokens: int, full: int) -> int | None:
-    """The size that a step with prompts runs as: the next one if it is small, its own if it is full, else none."""
-    size = next((each for each in FILLED if tokens <= each < full), full)
-    return size if size == tokens or size <= FILLED[-1] else None
+    slices = decodes + (tokens > decodes)
+    starts = np.append(np.arange(decodes + 1, dtype=np.int32), np.full(slices - decodes, tokens, np.int32))
+    nothing = np.zeros(tokens, np.int64)
+    return HostBatch(nothing, nothing, starts, np.ones(slices, np.int32), np.empty((slices, 0), np.int32))

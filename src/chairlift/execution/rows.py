@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from chairlift.core.plan import StepPlan
+from chairlift.core.request import Sequence
 from chairlift.execution.sharing import Grouping, HostShared
-from chairlift.ops.batch import Batch, HostBatch, Shared, look_up, send
+from chairlift.ops.batch import Batch, HostBatch, Shared, count_decodes, look_up, send
+
+
+class Flat(NamedTuple):
+    """The slices of a plan one behind the other, in main memory."""
+
+    rows: np.ndarray  # [slices]
+    starts: np.ndarray  # [slices + 1] their bounds
+    contexts: np.ndarray  # [slices] tokens of the sequence up to the slice's end
+    owner: np.ndarray  # [tokens] which slice a token belongs to
+    positions: np.ndarray  # [tokens]
+    decodes: int  # slices of a single token before the first longer one
+
+    @staticmethod
+    def of(plan: StepPlan) -> Flat:
+        """The slices of a plan."""
+        slices = plan.slices
+        rows = np.array([piece.sequence.row for piece in slices])
+        begins = np.array([piece.start for piece in slices])
+        counts = np.array([piece.count for piece in slices])
+        starts = np.zeros(len(slices) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        owner = np.repeat(np.arange(len(slices)), counts)
+        positions = np.arange(plan.tokens) + (begins - starts[:-1])[owner]
+        return Flat(rows, starts, begins + counts, owner, positions, count_decodes(starts))
 
 
 class Rows:
@@ -28,14 +56,12 @@ class Rows:
         self._tables = np.zeros((seats, -(-max_length // block_size)), np.int32)
         # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
         self.device_tables = torch.empty(0)
-        self._counting = torch.empty(0)
         self._written = [0] * seats  # blocks of each row that are known here
 
     def keep_tables_on_device(self, scratch_block: int) -> None:
         """From now on, have every table on the device as well."""
         shape = self._tables.shape[0] + 1, self._tables.shape[1]
         self.device_tables = torch.full(shape, scratch_block, dtype=torch.int32, device=self.device)
-        self._counting = torch.arange(shape[0], dtype=torch.int32, device=self.device)
 
     @property
     def shares(self) -> bool:
@@ -46,10 +72,17 @@ class Rows:
         """Take in who sat down and whose table grew."""
         if plan.placed:
             self._shared = b"", None
-        for sequence in plan.placed:
-            self.tokens[sequence.row, : len(sequence.tokens)] = self._send(np.array(sequence.tokens, np.int32))
+            self._write_tokens(plan.placed)
         if plan.placed or plan.grown:
             self._write_tables(plan)
+
+    def _write_tokens(self, placed: list[Sequence]) -> None:
+        """Newcomers' tokens, in one transfer."""
+        counts = np.array([len(sequence.tokens) for sequence in placed])
+        begins = np.array([sequence.row for sequence in placed]) * self.tokens.shape[1] - (np.cumsum(counts) - counts)
+        what = np.fromiter(chain.from_iterable(sequence.tokens for sequence in placed), np.int32, int(counts.sum()))
+        places, tokens = send(self.device, np.repeat(begins, counts) + np.arange(what.size), what)
+        self.tokens.view(-1)[places.long()] = tokens
 
     def _write_tables(self, plan: StepPlan) -> None:
         """Bring the tables up to date: here, and on the device all changes in one transfer."""
@@ -72,7 +105,7 @@ class Rows:
 
     def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostShared | None:
         """What decodes have in common; it is looked for again only when others decode."""
-        if self._grouping is None:
+        if self._grouping is None or not rows.size:
             return None
         key = rows.tobytes()
         if self._shared[0] != key:
@@ -80,45 +113,41 @@ class Rows:
             self._shared = key, self._grouping.find(tables, contexts)
         return self._shared[1]
 
-    def gather(self, plan: StepPlan) -> tuple[torch.Tensor, Batch]:
-        """The flat batch of a plan: input tokens, and where each belongs."""
-        slices = plan.slices
-        rows = np.array([piece.sequence.row for piece in slices])
-        starts = np.array([piece.start for piece in slices])
-        counts = np.array([piece.count for piece in slices])
-        contexts = starts + counts
-        bounds = np.zeros(len(slices) + 1, np.int64)
-        np.cumsum(counts, out=bounds[1:])
-        owner = np.repeat(np.arange(len(slices)), counts)
-        positions = np.arange(plan.tokens) - bounds[owner] + starts[owner]
+    def gather(self, flat: Flat) -> tuple[torch.Tensor, Batch]:
+        """The flat batch on its device: input tokens, and where each belongs."""
+        rows, _, contexts, owner, positions, decodes = flat
         tables = self._tables[rows, : -(-int(contexts.max()) // self.block_size)]
         blocks = tables[owner, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
-        host = HostBatch(positions, slots, bounds.astype(np.int32), contexts.astype(np.int32), tables)
+        host = HostBatch(positions, slots, flat.starts.astype(np.int32), contexts.astype(np.int32), tables)
         batch = Batch.on(self.device, host)
-        decodes = batch.decodes
-        shared = self.find_shared(rows[:decodes], contexts[:decodes]) if decodes else None
+        shared = self.find_shared(rows[:decodes], contexts[:decodes])
         if shared is not None:
             items, members, prefixes, parts = send(self.device, *shared)
             batch.shared = Shared(items, members, prefixes, parts, int(shared.parts.sum()))
         return self.tokens[self._send(rows[owner]).long(), batch.positions.long()], batch
+
+    def tokens_and_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands at some rows and positions, and where its keys and values go, all known by the device."""
+        row, position = rows.long(), positions.long()
+        blocks = self.device_tables[row, position // self.block_size].long()
+        return self.tokens[row, position], blocks * self.block_size + position % self.block_size
 
     def gather_decodes(
         self, rows: torch.Tensor, positions: torch.Tensor, host: HostBatch, shared: Shared | None
     ) -> tuple[torch.Tensor, Batch]:
         """The same for decodes of which the device itself knows who they are: nothing comes from the host."""
         tokens, slots, contexts, tables = look_up(rows, positions, self.tokens, self.device_tables, self.block_size)
-        starts = self._counting[: rows.numel() + 1]
-        return tokens, Batch(positions, slots, starts, contexts, tables, host, shared)
+        return tokens, Batch(positions, slots, contexts, tables, host, shared)
 
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""
-        on_device = send(self.device, rows, positions)
-        self.tokens[on_device[0].long(), on_device[1].long()] = sampled.to(torch.int32)
+        where, at = send(self.device, rows, positions)
+        self.put_at(where, at, sampled)
 
-    def put_behind(self, rows: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor) -> None:
-        """The same for rows and positions on the device, of the tokens before."""
-        self.tokens[rows.long(), positions.long() + 1] = sampled.to(torch.int32)
+    def put_at(self, rows: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor) -> None:
+        """The same for rows and positions on the device."""
+        self.tokens[rows.long(), positions.long()] = sampled.to(torch.int32)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         return send(self.device, array)[0]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
 from chairlift.ops.attention import paged_attention
-from chairlift.ops.batch import Batch, send
+from chairlift.ops.batch import Batch, Wanted
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.linear import Linear
 from chairlift.ops.rotate import rotate_and_store
@@ -50,53 +49,32 @@ class Decoder:
         self._turns = tuple(map(self._lay, rope_tables(config.rope, config.head_dim, max_length, self.device)))
         self._norms = [tuple(map(self._lay, layer.norms)) if layer.norms else None for layer in layers]
 
-    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: np.ndarray | None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: Wanted | None) -> torch.Tensor:
         """The last hidden states [tokens, hidden] of a flat batch, or of the `wanted` ones of its tokens alone."""
-        x = self._lay(self.embed(tokens))  # the residual stream: layers add to it in place
+        x = self._lay(F.embedding(tokens, self.embedding))  # the residual stream: layers add to it in place
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(x)
-            if wanted is not None and index == last:
-                return self.finish(qkv, x, batch, cache, wanted)
-            self.close(index, self.attend(index, qkv, batch, cache), x)
+            heads = self._store(index, layer.qkv(x), batch, cache)
+            if wanted is not None and index == last:  # most tokens of a prompt only have to store their keys and values
+                chosen: Any = wanted.host if self.is_compiled else wanted.on_device
+                x, heads, batch = x[chosen], heads[chosen], wanted.batch
+                if not x.shape[0]:
+                    break
+            seen = paged_attention(heads, self.config.heads, cache, index, batch, layer.window)
+            layer.output(seen, add_to=x)
+            layer.down(layer.gate_up(x), add_to=x)
         return torch.from_numpy(x) if self.is_compiled else x
-
-    def finish(self, qkv: Any, x: Any, batch: Batch, cache: KvCache, wanted: np.ndarray) -> torch.Tensor:
-        """The last layer, of which most tokens of a prompt only have to store their keys and values."""
-        index = len(self.layers) - 1
-        heads = self._store(index, qkv, batch, cache)
-        chosen: Any = wanted if self.is_compiled else send(self.device, wanted)[0].long()
-        x = x[chosen]
-        if wanted.size:
-            self.close(index, self._see(index, heads[chosen], batch.only(wanted), cache), x)
-        return torch.from_numpy(x) if self.is_compiled else x
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What tokens begin as [tokens, hidden]."""
-        return F.embedding(tokens, self.embedding)
-
-    def attend(self, index: int, qkv: Any, batch: Batch, cache: KvCache, out: Any = None) -> Any:
-        """What a layer's queries see, from their projection; written to `out` if that is given."""
-        return self._see(index, self._store(index, qkv, batch, cache), batch, cache, out)
 
     def _store(self, index: int, qkv: Any, batch: Batch, cache: KvCache) -> Any:
+        """Queries, keys and values by heads, the former turned and the latter stored."""
         config = self.config
         heads = qkv.reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
         rotate_and_store(heads, cache, index, batch, self._turns, self._norms[index], config.norm_eps)
         return heads
 
-    def _see(self, index: int, heads: Any, batch: Batch, cache: KvCache, out: Any = None) -> Any:
-        return paged_attention(heads, self.config.heads, cache, index, batch, self.layers[index].window, out)
-
-    def close(self, index: int, seen: Any, x: Any) -> None:
-        """The rest of a layer, added to the residual stream."""
-        layer = self.layers[index]
-        layer.output(seen, add_to=x)
-        layer.down(layer.gate_up(x), add_to=x)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] of some rows' hidden states, in the model's dtype."""
-        return self.head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [rows, vocabulary] of some rows' hidden states, in the model's dtype; in `out`, if that is given."""
+        return self.head(hidden) if out is None else self.head.into(hidden, out)
 
     def _lay(self, tensor: torch.Tensor) -> Any:
         """A tensor as the ops of this decoder take it."""

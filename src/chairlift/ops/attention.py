@@ -17,24 +17,21 @@ from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
 
 
-def paged_attention(
-    qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0, out: Array | None = None
-) -> Array:
+def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0) -> Array:
     """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
 
     With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
-    be written already. Gives [tokens, heads * dim], in `out` if that is given, which compiled kernels do not take.
+    be written already. Gives [tokens, heads * dim].
     """
     if isinstance(qkv, torch.Tensor):
         if qkv.is_cuda and HAS_TRITON:
             from chairlift.ops.attention_cuda import attend
 
-            return attend(qkv, heads, cache, layer, batch, window, out)  # type: ignore[arg-type]
-        answer = paged_attention_reference(qkv, heads, cache, layer, batch, window)
-        return answer if out is None else out.copy_(answer)  # type: ignore[union-attr]
+            return attend(qkv, heads, cache, layer, batch, window)
+        return paged_attention_reference(qkv, heads, cache, layer, batch, window)
     if not _fits_tiles(cache):
         return paged_attention_reference(torch.from_numpy(qkv), heads, cache, layer, batch, window).numpy()
-    found = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
+    out = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
     host = batch.host
     _attend(
         qkv,
@@ -46,10 +43,10 @@ def paged_attention(
         host.contexts,
         cache.block_size,
         window or 1 << 30,
-        found,
+        out,
         torch.get_num_threads(),
     )
-    return found
+    return out
 
 
 def paged_attention_reference(

@@ -29,18 +29,9 @@ _LONG = 2048  # tokens that are much; from there on a whole prompt is left to cu
 _STEP = 1024  # its lengths are rounded up to this: it takes 50 ms to prepare for a length that it has not seen
 
 
-def attend(
-    qkv: torch.Tensor,
-    heads: int,
-    cache: KvCache,
-    layer: int,
-    batch: Batch,
-    window: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int) -> torch.Tensor:
     """What paged_attention gives, on a CUDA device."""
-    if out is None:
-        out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
     if batch.decodes:
         attend_decodes(qkv, heads, cache, layer, batch, window, out)
     if batch.decodes < batch.host.contexts.size:
@@ -54,24 +45,29 @@ def _attend_prompts(
     group, dim = heads // cache.kv_heads, cache.dim
     is_exact = qkv.dtype == torch.float32
     is_long = batch.longest_prompt > _LONG and dim <= 128
-    tokens = max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
+    tokens = tokens_of_tile(group, is_exact, is_long)
     left = qkv.is_cuda and not (is_exact or window or cache.scales is not None) and dim in (64, 128)
     tiles, whole = batch.tiles(tokens, _LONG if left else 1 << 30)
     for first, last in whole:
         _attend_whole(qkv, heads, cache.kv_heads, first, last, out)
-    if not tiles.shape[1]:
+    if not tiles.shape[0]:
         return
     data = cache.data[layer]
     scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     rows = triton.next_power_of_2(max(_LEAST_ROWS, tokens * group))
-    _attend[(tiles.shape[1], cache.kv_heads)](
-        qkv, data, scales, batch.tables, batch.starts, batch.contexts, tiles, out,
+    _attend[(tiles.shape[0], cache.kv_heads)](
+        qkv, data, scales, batch.tables, tiles, out,
         math.log2(math.e) / math.sqrt(dim), window or 1 << 30, batch.tables.stride(0), qkv.stride(0),
-        data.stride(0), data.stride(1), data.stride(2), tiles.shape[1],
+        data.stride(0), data.stride(1), data.stride(2),
         GROUP=group, HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK=cache.block_size, ROWS=rows,
-        KEYS=_EXACT if is_exact else _KEYS, TOKENS=tokens, WINDOWED=window > 0, EXACT=is_exact,
+        KEYS=_EXACT if is_exact else _KEYS, WINDOWED=window > 0, EXACT=is_exact,
         TOP=TOPS.get(cache.dtype, 0), num_warps=4, num_stages=3 if is_long else 2, **early(),
     )  # fmt: skip
+
+
+def tokens_of_tile(group: int, is_exact: bool, is_long: bool = False) -> int:
+    """How many tokens of a prompt a program takes, with all query heads that share a KV head."""
+    return max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
 
 
 def _attend_whole(qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last: int, out: torch.Tensor) -> None:
@@ -90,38 +86,34 @@ def _attend_whole(qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last
 
 
 # The width of the tables differs from step to step: no kernel of its own for some.
-@triton.jit(do_not_specialize=["table_stride", "count", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _attend(
-    q_at, data_at, scales_at, tables_at, starts_at, contexts_at, tiles_at, out_at, scale, window,
-    table_stride, q_stride, block_stride, side_stride, head_stride, count,
+    q_at, data_at, scales_at, tables_at, tiles_at, out_at, scale, window,
+    table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr,
     TOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against the keys and values of one KV head.
 
-    The longest tiles, which are the last of a prompt, come first. Scores are in powers of two.
+    The longest tiles, which are the last of a prompt, come first; one without tokens is nobody's. Scores are in powers
+    of two.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     wait(EARLY)
-    piece, first = tl.load(tiles_at + tile), tl.load(tiles_at + count + tile)
-    begin = tl.load(starts_at + piece)
-    tokens = tl.load(starts_at + piece + 1) - begin
-    context = tl.load(contexts_at + piece)
+    piece, first = tl.load(tiles_at + tile * 4), tl.load(tiles_at + tile * 4 + 1)
+    edge, tokens = tl.load(tiles_at + tile * 4 + 2), tl.load(tiles_at + tile * 4 + 3)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token = first + row // GROUP
-    is_query = (token < tokens) & (row < TOKENS * GROUP)
-    inside = is_query[:, None] & (column < DIM)[None, :]
-    edge = context - tokens + first  # the position of the first query
+    inside = (row < tokens * GROUP)[:, None] & (column < DIM)[None, :]
     place = edge + row // GROUP
     query_head = head * GROUP + row % GROUP
-    line = (begin + token).to(tl.int64)
+    line = (first + row // GROUP).to(tl.int64)
     q_from = q_at + line[:, None] * q_stride + query_head[:, None] * DIM + column[None, :]
     q = tl.load(q_from, mask=inside, other=0.0)
     low = 0
     if WINDOWED:
         low = tl.maximum(edge - window + 1, 0) // KEYS * KEYS
-    high = tl.minimum(context, edge + TOKENS)
+    high = edge + tokens
     seen_by_all = tl.maximum(edge + 1, 0) // KEYS * KEYS
     if WINDOWED:
         seen_by_all = low

@@ -44,57 +44,79 @@ class Batch:
 
     positions: torch.Tensor
     slots: torch.Tensor
-    starts: torch.Tensor
-    contexts: torch.Tensor
+    contexts: torch.Tensor  # in a recorded step 0 for what is no decode
     tables: torch.Tensor
     host: HostBatch
     decodes: int = field(init=False)  # slices of a single token, before the first longer one
     longest_prompt: int = field(init=False)  # what any of the others sees at most
     shared: Shared | None = None
+    cut: torch.Tensor | None = None  # tiles that stand already, in a recorded step
     work: dict[int, Any] = field(default_factory=dict)  # by window: how decode_cuda divides the decodes
     _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        longer = np.flatnonzero(np.diff(self.host.starts) > 1)
-        self.decodes = int(longer[0]) if longer.size else self.host.contexts.size
+        self.decodes = count_decodes(self.host.starts)
         self.longest_prompt = int(self.host.contexts[self.decodes :].max(initial=0))
 
     def tiles(self, tokens: int, long: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """The slices behind the decodes, cut into tiles of so many tokens, those with the most to see first.
-
-        [2, tiles]: each one's slice and first token. Apart from them, as bounds in the batch, the prompts that are at
-        least `long` and here from their first token on. Made by the first layer that asks, for all.
-        """
+        """What cut_prompts gives, on the device; made by the first layer that asks, for all."""
+        if self.cut is not None:
+            return self.cut, []
         if (tokens, long) not in self._tiles:
-            starts, contexts = self.host.starts, self.host.contexts
-            counts = np.diff(starts)
-            behind = np.arange(contexts.size) >= self.decodes
-            is_whole = behind & (counts == contexts) & (counts >= long)
-            cut = np.flatnonzero(behind & ~is_whole)
-            tiles = -(-counts[cut] // tokens)
-            piece = np.repeat(cut, tiles)
-            first = (np.arange(piece.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
-            order = np.argsort(counts[piece] - contexts[piece] - first, kind="stable")
-            found = torch.from_numpy(np.stack([piece[order], first[order]]).astype(np.int32))
-            whole = [(int(starts[i]), int(starts[i + 1])) for i in np.flatnonzero(is_whole)]
-            self._tiles[tokens, long] = found.to(self.tables.device, non_blocking=True), whole
+            found, whole = cut_prompts(self.host.starts, self.host.contexts, tokens, long)
+            self._tiles[tokens, long] = send(self.tables.device, found)[0], whole
         return self._tiles[tokens, long]
 
-    def only(self, chosen: np.ndarray) -> Batch:
+    def only(self, chosen: np.ndarray) -> Wanted:
         """Some of the batch's tokens, each as if it were decoded alone."""
-        host = self.host
+        host, device = self.host, self.tables.device
         piece = np.searchsorted(host.starts, chosen, side="right") - 1
         contexts = host.positions[chosen] + 1
         starts = np.arange(chosen.size + 1, dtype=np.int32)
         tables = np.ascontiguousarray(host.tables[piece])
         picked = HostBatch(host.positions[chosen], host.slots[chosen], starts, contexts.astype(np.int32), tables)
-        return Batch.on(self.tables.device, picked)
+        return Wanted(chosen, send(device, chosen)[0].long(), Batch.on(device, picked))
 
     @staticmethod
     def on(device: torch.device, host: HostBatch) -> Batch:
         """Send a batch to its device."""
-        positions, slots, starts, contexts, tables = send(device, *host)
-        return Batch(positions, slots, starts, contexts, tables, host)
+        positions, slots, contexts, tables = send(device, host.positions, host.slots, host.contexts, host.tables)
+        return Batch(positions, slots, contexts, tables, host)
+
+
+class Wanted(NamedTuple):
+    """Tokens of a batch whose last hidden states are asked for."""
+
+    host: np.ndarray  # which
+    on_device: torch.Tensor  # the same there
+    batch: Batch  # of them alone
+
+
+def count_decodes(starts: np.ndarray) -> int:
+    """Slices of a single token before the first longer one."""
+    longer = np.flatnonzero(np.diff(starts) > 1)
+    return int(longer[0]) if longer.size else starts.size - 1
+
+
+def cut_prompts(
+    starts: np.ndarray, contexts: np.ndarray, tokens: int, long: int = 1 << 30
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """The slices behind the decodes, cut into tiles of so many tokens, those with the most to see first.
+
+    [tiles, 4]: each one's slice, first token in the batch, the position of that, and how many tokens it has. Apart from
+    them, as bounds in the batch, the prompts that are at least `long` and here from their first token on.
+    """
+    counts = np.diff(starts)
+    behind = np.arange(contexts.size) >= count_decodes(starts)
+    is_whole = behind & (counts == contexts) & (counts >= long)
+    cut = np.flatnonzero(behind & ~is_whole)
+    tiles = -(-counts[cut] // tokens)
+    piece = np.repeat(cut, tiles)
+    first = (np.arange(piece.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
+    position = contexts[piece] - counts[piece] + first
+    found = np.stack([piece, starts[piece] + first, position, np.minimum(counts[piece] - first, tokens)], axis=1)
+    whole = [(int(starts[i]), int(starts[i + 1])) for i in np.flatnonzero(is_whole)]
+    return found[np.argsort(-position, kind="stable")].astype(np.int32), whole
 
 
 def send(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

@@ -129,14 +129,16 @@ def _lay_out(
     # No more items than fit: all but the last of a sequence are this long.
     longest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length), items - count), KEYS) * KEYS, least)
     own = tl.cdiv(length, longest)
-    rest = length - (own - 1) * longest  # of the last, 1 or more
+    is_any = own > 0  # a context of no tokens has no item
+    more = tl.maximum(own - 1, 0)
+    rest = length - more * longest  # of the last
     mine, shared = tl.sum(tl.where(is_mine, own, 0)), tl.sum(tl.where(is_mine, parts, 0))
     low, high = tl.sum(tl.where(is_mine, begin, 0)), tl.sum(tl.where(is_mine, context, 0))
     slot = tl.sum(tl.where(before, own + parts, 0))
     tl.store(firsts_at + piece, slot)
-    whole_before, whole = tl.sum(tl.where(before, own - 1, 0)), tl.sum(tl.where(inside, own - 1, 0))
+    whole_before, whole = tl.sum(tl.where(before, more, 0)), tl.sum(more)
     my_rest = tl.sum(tl.where(is_mine, rest, 0))
-    longer = inside & ((rest > my_rest) | ((rest == my_rest) & before))
+    longer = is_any & ((rest > my_rest) | ((rest == my_rest) & before))
     last_place = whole + tl.sum(tl.where(longer, 1, 0))
     lane = tl.arange(0, 32)
     for start in range(0, mine, 32):
@@ -151,7 +153,7 @@ def _lay_out(
         tl.store(to + 5, tl.zeros([32], tl.int32) + shared + mine, mask=is_part)
         tl.store(to + 6, tl.zeros([32], tl.int32) + mine, mask=is_part)
     if piece == count - 1:
-        for start in range(whole + count, items, 32):
+        for start in range(tl.sum(own), items, 32):
             tl.store(items_at + (start + lane) * 8, tl.full([32], -1, tl.int32), mask=start + lane < items)
 
 

@@ -82,19 +82,18 @@ class Linear:
         _linear(x, self._scale, self._eps, source, self._packed, self._bias, out, mode, torch.get_num_threads())
         return out
 
-    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The layer's output on a CUDA device, written where the caller wants it; not for gated layers."""
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The layer's output, written where the caller wants it; not for compiled or gated layers."""
         assert self.weight is not None and not self.gated
-        if self.norm is not None and HAS_TRITON:
+        if self.norm is not None and x.is_cuda and HAS_TRITON:
             from chairlift.ops import fused_cuda
 
             x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
         elif self.norm is not None:
             x = rms_norm_reference(x, self.norm.weight, self.norm.eps)
         if self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def _on_cuda(self, x: torch.Tensor, weight: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
         """Few rows in one kernel; else the product by cuBLAS, which adds the residual, the norm and the gate apart."""

@@ -1,0 +1,131 @@
+"""CUDA graphs of steps that read prompts beside decodes, whoever is in them.
+
+How many decode and how the prompts are cut differs from step to step, but not what is launched: attention's programs
+find in the step's inputs what is theirs, and those for whom nothing is left end at once. So a recorded step holds for
+any mix of up to its number of tokens, and the host's part of it is one transfer and one call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from chairlift.execution.graphs import Inputs, Recorded, Recorder, fits, host_of, shared_in, shared_shapes
+from chairlift.execution.rows import Flat
+from chairlift.execution.sharing import HostShared
+from chairlift.ops.batch import Batch, Wanted, cut_prompts
+from chairlift.ops.sampling import likeliest
+
+SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, *range(2048, 1 << 16, 512))
+_SOON = 512  # tokens: smaller steps are recorded before anybody comes, others when they are first needed
+_LONG = 2048  # tokens: more of a longer context are left to kernels that are chosen by its length
+
+
+class MixedGraphs:
+    """Recorded steps of some sizes; a step runs as the next larger one.
+
+    All take the likeliest tokens: where others are wanted they are put in their place.
+    """
+
+    def __init__(self, recorder: Recorder, step_tokens: int) -> None:
+        from chairlift.ops.attention_cuda import tokens_of_tile
+
+        config = recorder.decoder.config
+        self._recorder = recorder
+        self._sizes = list(dict.fromkeys(size for size in (*SIZES, step_tokens) if 4 <= size <= step_tokens))
+        self._tile = tokens_of_tile(config.heads // config.kv_heads, config.dtype == torch.float32)
+        self._inputs: dict[int, Inputs] = {}
+        self._recorded: dict[tuple[int, bool], Recorded] = {}
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the small sizes."""
+        for size in reversed(self._sizes):
+            if size <= _SOON:
+                self._record(size, False)
+
+    def size_for(self, flat: Flat, samples: int) -> int | None:
+        """The size that a step of such slices runs as, if any."""
+        tokens, seats = max(flat.positions.size, samples), self._recorder.seats
+        for size in self._sizes:
+            if tokens <= size and flat.decodes <= self._decodes(size) and samples <= seats:
+                longest = int(flat.contexts[flat.decodes :].max(initial=0))
+                return size if min(size, longest) <= _LONG else None
+        return None
+
+    def run(
+        self,
+        size: int,
+        flat: Flat,
+        shared: HostShared | None,
+        wanted: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the `wanted` tokens, and the likeliest tokens, put at these rows and positions.
+
+        Both are overwritten by the next step.
+        """
+        shared = fits(shared)
+        if (size, shared is not None) not in self._recorded:
+            self._record(size, shared is not None)
+        together = {} if shared is None else shared._asdict()
+        self._inputs[size].send(
+            rows=flat.rows[flat.owner],
+            positions=flat.positions,
+            slices=flat.rows,
+            contexts=flat.contexts[: flat.decodes],
+            wanted=wanted,
+            wanted_contexts=flat.positions[wanted] + 1,
+            sampled_rows=rows,
+            sampled_positions=positions,
+            tiles=cut_prompts(flat.starts, flat.contexts, self._tile)[0],
+            **together,
+        )
+        graph, logits, tokens = self._recorded[size, shared is not None]
+        assert tokens is not None
+        graph.replay()
+        return logits[: wanted.size], tokens[: wanted.size]
+
+    def _decodes(self, size: int) -> int:
+        return min(self._recorder.seats, size - 2)  # somebody else reads two tokens or more
+
+    def _record(self, size: int, shares: bool) -> None:
+        if size not in self._inputs:
+            recorder, slices = self._recorder, min(self._recorder.seats, size)
+            shapes: dict[str, tuple[int, ...]] = {"rows": (size,), "positions": (size,)}
+            shapes |= dict.fromkeys(("slices", "contexts", "wanted", "wanted_contexts"), (slices,))
+            shapes |= dict.fromkeys(("sampled_rows", "sampled_positions"), (slices,))
+            shapes |= {"tiles": (size // self._tile + slices, 4)} | shared_shapes(self._decodes(size))
+            blank = dict.fromkeys(("rows", "slices", "sampled_rows"), recorder.scratch)
+            blank["sampled_positions"] = 1  # not where nobody's tokens are read
+            self._inputs[size] = Inputs(recorder.decoder.device, shapes, blank)
+        self._inputs[size].clear()
+        self._recorded[size, shares] = self._recorder.record(lambda: self._step(size, shares))
+
+    def _step(self, size: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        recorder, inputs, decodes = self._recorder, self._inputs[size], self._decodes(size)
+        rows, tables = inputs["rows"], recorder.rows.device_tables
+        tokens, slots = recorder.rows.tokens_and_slots(rows, inputs["positions"])
+        batch = Batch(
+            inputs["positions"],
+            slots,
+            inputs["contexts"][:decodes],
+            tables[inputs["slices"].long()],
+            host_of(decodes, size),
+            shared_in(inputs, decodes) if shares else None,
+            inputs["tiles"],
+        )
+        wanted, count = inputs["wanted"].long(), inputs["wanted"].numel()
+        alone = Batch(
+            inputs["positions"][wanted],
+            slots[wanted],
+            inputs["wanted_contexts"],
+            tables[rows[wanted].long()],
+            host_of(count, count),
+        )
+        asked = Wanted(np.zeros(count, np.int64), wanted, alone)
+        logits = recorder.logits(recorder.decoder.forward(tokens, batch, recorder.cache, asked))
+        chosen = likeliest(logits)
+        recorder.rows.put_at(inputs["sampled_rows"], inputs["sampled_positions"], chosen)
+        return logits, chosen

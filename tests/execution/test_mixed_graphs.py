@@ -1,0 +1,166 @@
+"""Recorded steps with prompts, filled up to the next size. What a graph would replay is called here, its kernels in
+Triton's interpreter; on a GPU tests/test_cuda.py records it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from chairlift.core.settings import Settings
+from chairlift.execution.build import load_model
+from chairlift.execution.graphs import Inputs, Recorded, Recorder
+from chairlift.execution.mixed_graphs import MixedGraphs
+from chairlift.execution.rows import Flat, Rows
+from chairlift.execution.sharing import Grouping
+from chairlift.models import decoder as decoder_module
+from chairlift.ops import attention_cuda, decode_cuda
+from chairlift.ops.batch import count_decodes
+from chairlift.ops.kv_cache import KvCache
+from tiny import make_tiny_model
+
+SEATS, BLOCKS, BLOCK_SIZE = 12, 24, 16
+
+
+class Unrecorded(Recorder):
+    """Calls what would be recorded, and leaves results in one place, as a graph does."""
+
+    def record(self, step: Callable[[], Any]) -> Recorded:
+        logits, tokens = step()
+        return Recorded(Call(step, tokens), logits, tokens)  # type: ignore[arg-type]
+
+
+class Call:
+    def __init__(self, step: Callable[[], Any], tokens: torch.Tensor) -> None:
+        self._step, self._tokens = step, tokens
+
+    def replay(self) -> None:
+        self._tokens.copy_(self._step()[1])
+
+
+def make_flat(pieces: list[tuple[int, int]], rows: list[int]) -> Flat:
+    """Slices of (tokens before, tokens now)."""
+    starts = np.cumsum([0, *(now for _, now in pieces)])
+    contexts = np.array([before + now for before, now in pieces])
+    owner = np.repeat(np.arange(len(pieces)), np.diff(starts))
+    positions = np.concatenate([np.arange(before, before + now) for before, now in pieces])
+    return Flat(np.array(rows), starts, contexts, owner, positions, count_decodes(starts))
+
+
+@pytest.fixture
+def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
+    monkeypatch.setattr(decode_cuda, "_FILLS", 8)
+    monkeypatch.setattr(decode_cuda, "_COUNTED", 16)
+    folder = make_tiny_model(tmp_path, tokenizer=False)
+    decoder = load_model(str(folder), Settings.of(dtype="float16", device="cpu"), progress=False).decoder
+    config = decoder.config
+    grouping = Grouping(BLOCK_SIZE, config.kv_heads, decode_cuda.members_of_item(config.heads, config.kv_heads))
+    rows = Rows(SEATS, BLOCKS * BLOCK_SIZE, BLOCK_SIZE, decoder.device, grouping)
+    rows.keep_tables_on_device(SEATS * BLOCKS)
+    count = SEATS * BLOCKS + 1
+    cache = KvCache(config.layers, count, config.kv_heads, config.head_dim, BLOCK_SIZE, config.dtype, decoder.device)
+    generator = torch.Generator().manual_seed(0)
+    cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
+    rows.tokens[:SEATS].copy_(torch.randint(0, config.vocab_size, rows.tokens[:SEATS].shape, generator=generator))
+    rows._tables[:] = np.random.default_rng(0).permutation(SEATS * BLOCKS).reshape(SEATS, BLOCKS)
+    rows.device_tables[:SEATS] = torch.from_numpy(rows._tables)
+    return MixedGraphs(Unrecorded(decoder, cache, rows, SEATS), 128)
+
+
+CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
+    "decodes and a prompt": ([(40, 1), (9, 1), (0, 20)], [3, 7, 0]),
+    "a chunk behind others": ([(3, 1), (50, 60)], [1, 2]),
+    "the last tokens of two prompts": ([(7, 1), (0, 40), (30, 1), (64, 3)], [0, 11, 5, 6]),
+    "prompts alone, and the whole step": ([(0, 100), (0, 28)], [4, 9]),
+    "as many as there are seats": ([(5 * i, 1) for i in range(11)] + [(0, 5)], list(range(12))),
+}
+
+
+def expect(graphs: MixedGraphs, flat: Flat, wanted: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits that plain torch gives, and the cache behind it."""
+    recorder = graphs._recorder
+    before = recorder.cache.data.clone()
+    inputs, batch = recorder.rows.gather(flat)
+    batch.shared = None
+    hidden = recorder.decoder.forward(inputs, batch, recorder.cache, None)
+    logits, stored = recorder.decoder.logits(hidden[torch.from_numpy(wanted)]), recorder.cache.data.clone()
+    recorder.cache.data.copy_(before)
+    return logits, stored
+
+
+def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    recorder = graphs._recorder
+    wanted = np.concatenate([flat.starts[1:] - 1, flat.starts[-1:] - 1])[-SEATS:]  # the last one is sampled twice
+    rows, positions = np.arange(wanted.size), np.full(wanted.size, 200)
+    logits, stored = expect(graphs, flat, wanted)
+    monkeypatch.setattr(decoder_module, "paged_attention", attention_cuda.attend)
+    size = graphs.size_for(flat, wanted.size)
+    assert size is not None
+    found, tokens = graphs.run(size, flat, shared, wanted, rows, positions)
+    assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
+    assert torch.equal(tokens, found.argmax(-1)) and torch.equal(recorder.rows.tokens[rows, 200].long(), tokens)
+    spare = SEATS * BLOCKS  # the only block in which nobody's tokens may leave anything
+    assert torch.allclose(recorder.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
+    return size
+
+
+@pytest.mark.parametrize(("pieces", "rows"), CASES.values(), ids=CASES.keys())
+@torch.inference_mode()
+def test_a_filled_step_gives_what_a_plain_one_gives(
+    graphs: MixedGraphs, pieces: list[tuple[int, int]], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = make_flat(pieces, rows)
+    assert check(graphs, flat, None, monkeypatch) >= flat.positions.size
+
+
+@torch.inference_mode()
+def test_decodes_that_begin_alike_read_together_beside_a_prompt(
+    graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = graphs._recorder.rows
+    rows._tables[:6, :17] = rows._tables[0, :17]
+    rows.device_tables[:6] = torch.from_numpy(rows._tables[:6])
+    flat = make_flat([(17 * 16 + 5 * i, 1) for i in range(6)] + [(0, 9)], [0, 1, 2, 3, 4, 5, 8])
+    shared = rows.find_shared(flat.rows[:6], flat.contexts[:6])
+    assert shared is not None and (shared.prefixes == 17 * 16).all()
+    check(graphs, flat, shared, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "pieces", "samples", "size"),
+    [
+        (8192, [(5, 1), (0, 31)], 2, 32),
+        (8192, [(5, 1), (0, 32)], 2, 64),
+        (8192, [(0, 2048)], 1, 2048),
+        (8192, [(0, 2049)], 1, None),  # a long prompt, for which attention has a kernel of its own
+        (8192, [(9000, 2048)], 1, 2048),
+        (8192, [(0, 1500), (0, 1500)], 2, 3072),
+        (8192, [(0, 5)], 40, 64),  # answers that fork from one prompt
+        (100, [(0, 97)], 1, 100),
+        (12, [(0, 3)], 1, 12),
+        (12, [(i, 1) for i in range(12)], 12, None),  # no room for a prompt
+    ],
+)
+def test_a_step_runs_as_the_next_larger_size(
+    graphs: MixedGraphs, step_tokens: int, pieces: list[tuple[int, int]], samples: int, size: int | None
+) -> None:
+    recorder = graphs._recorder
+    recorder.seats = 64
+    assert MixedGraphs(recorder, step_tokens).size_for(make_flat(pieces, [0] * len(pieces)), samples) == size
+
+
+def test_inputs_are_blank_where_nothing_is_given() -> None:
+    inputs = Inputs(torch.device("cpu"), {"rows": (5,), "tiles": (2, 3), "more": (4,)}, {"rows": 7})
+    inputs.send(rows=np.array([1, 2]), tiles=np.array([[3, 4, 5]]), more=np.arange(4))
+    inputs.send(rows=np.array([1]), tiles=np.zeros((0, 3)))
+    assert inputs["rows"].tolist() == [1, 7, 7, 7, 7]
+    assert inputs["tiles"].tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert inputs["more"].tolist() == [0, 1, 2, 3], "not sent again"
+    inputs.clear()
+    assert inputs["rows"].tolist() == [7] * 5 and inputs["more"].tolist() == [0] * 4
