@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,12 +69,18 @@ class LLM:
                 f"{len(listed)} prompts came with {len(choices)} sampling params: give one, or one for each"
             )
         tracks: list[Track] = []
-        try:
-            for prompt, chosen in zip(listed, choices, strict=True):
-                tracks.append(self._submit(prompt, chosen))
-            self._run(tracks, self._progress if progress is None else progress)
-        finally:
-            self._leave(tracks)
+        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_begin_early else math.inf
+        with no_full_collections():
+            try:
+                for prompt, chosen in zip(listed, choices, strict=True):
+                    tracks.append(self._submit(prompt, chosen))
+                    tokens += len(tracks[-1].request.prompt)
+                    if tokens >= enough:
+                        self._step()  # the device begins with those who fill its first step, while the others come
+                        enough = math.inf
+                self._run(tracks, self._progress if progress is None else progress)
+            finally:
+                self._leave(tracks)
         return [track.output for track in tracks]
 
     def chat(
@@ -222,7 +229,7 @@ class LLM:
         clock = self.engine.clock
         start = clock.now()
         shown_on = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
-        with no_full_collections(), shown_on as bar:
+        with shown_on as bar:
             task = bar.add_task("generating", total=len(tracks), speed="")
             tokens, shown = 0, start
             for track in tracks:

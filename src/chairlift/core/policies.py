@@ -26,6 +26,8 @@ class Knowledge:
 class Fcfs(Policy):
     """First come, first served: the oldest goes first, the youngest yields; nobody starves."""
 
+    is_in_order = True
+
     def __init__(self, known: Knowledge | None = None) -> None:
         pass
 

@@ -20,6 +20,7 @@ class Policy:
     first.
     """
 
+    is_in_order = False  # whether who comes later never goes before who waits already
     needs_lengths = False  # whether it reads `sequence.expected`
     reads_cache = False  # whether its keys change with what is in the prefix cache
     is_preemptive = False  # whether those who run may have to yield to one who waits

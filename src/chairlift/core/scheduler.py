@@ -113,6 +113,11 @@ class Scheduler:
         """Whether any request has not ended."""
         return bool(self._live)
 
+    @property
+    def serves_in_order(self) -> bool:
+        """Whether those who wait are seated in the order in which they came, as soon as there is room."""
+        return self.policy.is_in_order and not self.gate.closes
+
     def is_live(self, request_id: str) -> bool:
         """Whether a request has not ended."""
         return request_id in self._live

@@ -56,6 +56,11 @@ class Engine:
         """Whether any request has not ended, or any step has not come back."""
         return self.scheduler.has_work or self._in_flight is not None
 
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether to step does not wait for the device, nor do those who come later change what is planned now."""
+        return self._overlap and self.scheduler.serves_in_order
+
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it with a RequestError."""
         self.scheduler.submit(request)
