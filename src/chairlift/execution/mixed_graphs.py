@@ -17,7 +17,7 @@ from chairlift.ops.batch import Batch, Wanted, cut_prompts
 from chairlift.ops.sampling import likeliest
 
 SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, *range(2048, 1 << 16, 512))
-_SOON = 512  # tokens: smaller steps are recorded before anybody comes, others when they are first needed
+_SOON = 512  # tokens: so small steps, and full ones, are recorded before anybody comes, others when they are needed
 _LONG = 2048  # tokens: more of a longer context are left to kernels that are chosen by its length
 
 
@@ -39,9 +39,9 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the small sizes."""
+        """Record the full size, in whose memory all others fit, and the small ones."""
         for size in reversed(self._sizes):
-            if size <= _SOON:
+            if size <= _SOON or size == self._sizes[-1]:
                 self._record(size, False)
 
     def size_for(self, flat: Flat, samples: int) -> int | None:
