@@ -93,6 +93,7 @@ class Sequence:
         "request",
         "row",
         "saved",
+        "smooth",
         "started",
         "stop_ids",
         "table",
@@ -109,6 +110,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.computed = 0
         self.pending = 0
+        self.smooth = 0  # while fewer tokens are computed, all it wants is its next one, and there is room for it
         self.phase = Phase.WAITING
         self.rank: tuple[float, int, int] = (0.0, order, index)
         self.row = -1  # its seat in the batch while running: executors keep per-sequence state there

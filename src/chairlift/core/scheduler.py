@@ -169,30 +169,35 @@ class Scheduler:
         """Take in what a pass computed: append tokens, end what is complete and free its blocks at once."""
         assert len(result.tokens) == len(step.samples), "an executor owes one token for each sample"
         events: list[Event] = []
-        done: list[Event] = []
         for sequence, scores in result.prompt_logprobs or ():
             if sequence.phase is not Phase.DONE:
                 events.append(Event(sequence, prompt_logprobs=scores))
         self.memory.confirm(step)
-        ended = Phase.DONE
         logprobs = result.logprobs or repeat(None)
+        odd: dict[Sequence, list[Event]] = {}  # of whom there is other news than a token
+        done: list[Event] = []
+        ended = Phase.DONE
         for sequence, token, scored in zip(step.samples, result.tokens, logprobs, strict=False):
             sequence.pending -= 1
             if sequence.phase is ended:
-                continue  # ended while this step was in flight: the token is one too many
+                odd[sequence] = []  # ended while this step was in flight: the token is one too many
+                continue
             if sequence.beams is not None:
-                events += self._search(sequence, sequence.beams, scored)
+                odd[sequence] = self._search(sequence, sequence.beams, scored)
                 continue
             tokens = sequence.tokens
             tokens.append(token)
-            if len(tokens) > sequence.due:
-                self.memory.keep(sequence, len(tokens) - 1)  # all but the one that has just come
-            if token in sequence.stop_ids or len(tokens) >= sequence.limit:
+            count = len(tokens)
+            if count > sequence.due:
+                self.memory.keep(sequence, count - 1)  # all but the one that has just come
+            if count >= sequence.limit or token in sequence.stop_ids:
                 reason = FinishReason.STOP if token in sequence.stop_ids else FinishReason.LENGTH
                 done.append(Event(sequence, token, reason, scored))
-                events.append(done[-1])
-            else:
-                events.append(_record(Event, (sequence, token, None, scored, None, None)))
+                odd[sequence] = [done[-1]]
+        nothing = repeat(None)
+        news = zip(step.samples, result.tokens, nothing, logprobs, nothing, nothing, strict=False)
+        tokens_of = map(_record, repeat(Event), news)
+        events += (each for event in tokens_of for each in odd.get(event.sequence, (event,))) if odd else tokens_of
         for event in done:
             self._retire([event.sequence], event.finish_reason)
         return events
@@ -223,30 +228,42 @@ class Scheduler:
     def _extend(self, step: StepPlan) -> None:
         """Give every running sequence its next slice, the oldest first; those in mid-prompt share what is left."""
         # Decodes always fit: a step has at least as many tokens as the batch has seats (Limits).
-        slices, samples, preempted = step.slices, step.samples, step.preempted
+        samples = step.samples
+        starts: list[int] = []
         prompts: list[Sequence] = []
         for sequence in self.running.copy():
-            if preempted and sequence.phase is not Phase.RUNNING:
-                continue  # it has just yielded to one before it
             start = sequence.computed
-            length = len(sequence.tokens) + sequence.pending
-            if length >= sequence.limit:
-                continue  # its last token is in flight
-            if sequence.beams is not None and not self.seats.may_search(step, sequence, sequence.beams):
+            if start < sequence.smooth:
+                sequence.computed = start + 1
+            elif not self._may_decode(step, sequence, prompts):
                 continue
-            if length - start > 1 or not sequence.is_forked:  # the last token of a prompt may yet have to fork
-                prompts.append(sequence)
-                continue
-            if length > sequence.table.writable and not self.seats.make_room(step, sequence, length):
-                continue
-            slices.append(_record(Slice, (sequence, start, 1)))
-            samples.append(sequence)
-            sequence.computed = length
             sequence.pending += 1
-        step.tokens = len(slices)
-        step.sampled_at += range(len(slices))
+            samples.append(sequence)
+            starts.append(start)
+        step.slices += map(_record, repeat(Slice), zip(samples, starts, repeat(1), strict=False))
+        step.tokens = len(samples)
+        step.sampled_at += range(len(samples))
         if prompts:
             self._extend_prompts(step, prompts)
+
+    def _may_decode(self, step: StepPlan, sequence: Sequence, prompts: list[Sequence]) -> bool:
+        """Whether a sequence has its next token in this step; one in mid-prompt is put with the others."""
+        if sequence.phase is not Phase.RUNNING:
+            return False  # it has just yielded to one before it
+        length = sequence.length
+        if length >= sequence.limit:
+            return False  # its last token is in flight
+        if sequence.beams is not None and not self.seats.may_search(step, sequence, sequence.beams):
+            return False
+        if length - sequence.computed > 1 or not sequence.is_forked:  # the last of a prompt may yet have to fork
+            prompts.append(sequence)
+            return False
+        if length > sequence.table.writable and not self.seats.make_room(step, sequence, length):
+            return False
+        sequence.computed = length
+        if sequence.beams is None:
+            sequence.smooth = min(sequence.limit - 1, sequence.table.writable)
+        return True
 
     def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
         for sequence in self.policy.arrange(prompts) if len(prompts) > 1 else prompts:

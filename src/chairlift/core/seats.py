@@ -62,6 +62,7 @@ class Seats:
         self.free += sequence.seats
         self._rows.append(sequence.row)
         sequence.row = -1
+        sequence.smooth = 0
         self._policy.unseated(sequence)
 
     # ---- who yields
