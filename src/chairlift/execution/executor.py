@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,16 @@ class Ticket:
     prompt_scores: list[tuple[Sequence, int, int, Scores]]
 
 
+class Decodes(NamedTuple):
+    """A step of nothing but decodes: who, where, and what they ask for."""
+
+    samples: list[Sequence]
+    rows: np.ndarray
+    starts: np.ndarray
+    is_greedy: bool
+    scored: np.ndarray  # those whose log-probabilities are asked for
+
+
 class TorchExecutor:
     """Runs plans on one device. `submit` may return before the device is done; `collect` waits."""
 
@@ -75,7 +86,7 @@ class TorchExecutor:
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._limits = limits
-        self._decodes: tuple[list[Sequence], np.ndarray, np.ndarray] | None = None  # of the last step, if it was such
+        self._decodes: Decodes | None = None  # the last step, if it was such
         self._counting = list(range(limits.max_sequences))
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
         self._scored = np.full(limits.max_sequences, -1)
@@ -107,17 +118,16 @@ class TorchExecutor:
         prompt_scores: list[tuple[Sequence, int, int, Scores]] = []
         self._decodes = self._find_decodes(plan)
         if self._decodes is not None and self._graphs is not None:
-            _, rows, starts = self._decodes
+            _, rows, starts, is_greedy, scored = self._decodes
             positions = starts + 1
-            shared, is_greedy = self._rows.find_shared(rows, positions), self._sampler.is_greedy(rows)
-            logits, tokens = self._graphs.run(rows, starts, shared, is_greedy)
+            logits, tokens = self._graphs.run(rows, starts, self._rows.find_shared(rows, positions), is_greedy)
         else:
             rows = np.array([sequence.row for sequence in plan.samples], np.int64)
             positions = np.array([sequence.computed for sequence in plan.samples], np.int64)  # where these will stand
             logits, tokens, prompt_scores = self._read(plan, rows, positions)
             if not plan.samples:
                 return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
-        scored = np.flatnonzero(self._scored[rows] >= 0)
+            scored = np.flatnonzero(self._scored[rows] >= 0)
         which = self._send(scored) if scored.size else None
         raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
         if tokens is None:
@@ -129,21 +139,23 @@ class TorchExecutor:
             scores = scored.tolist(), counts, self._score(raw, tokens[which], max(counts))
         return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
 
-    def _find_decodes(self, plan: StepPlan) -> tuple[list[Sequence], np.ndarray, np.ndarray] | None:
-        """Who decodes, their rows and positions, if a plan is nothing else: no prompt, no fork, no prompt's scores.
+    def _find_decodes(self, plan: StepPlan) -> Decodes | None:
+        """Who decodes, if a plan is nothing else: no prompt, no fork, no prompt's scores.
 
         Where they are those of the step before, they have moved on by one: all is known already.
         """
-        count = len(plan.slices)
+        count, last = len(plan.slices), self._decodes
         if plan.tokens != count or plan.sampled_at != self._counting[:count]:
             return None
-        if self._decodes is not None and not plan.placed and plan.samples == self._decodes[0]:
-            samples, rows, starts = self._decodes
-            return samples, rows, starts + 1
+        if last is not None and not plan.placed and plan.samples == last.samples:
+            return last._replace(starts=last.starts + 1)
         rows = np.array([piece.sequence.row for piece in plan.slices])
         if self._reads_prompt[rows].any():
             return None
-        return plan.samples, rows, np.array([piece.start for piece in plan.slices])
+        starts = np.array([piece.start for piece in plan.slices])
+        return Decodes(
+            plan.samples, rows, starts, self._sampler.is_greedy(rows), np.flatnonzero(self._scored[rows] >= 0)
+        )
 
     def _group(self) -> Grouping | None:
         """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
@@ -162,6 +174,7 @@ class TorchExecutor:
 
         The tokens sampled will stand at these rows and positions.
         """
+        self._rows.tell_changes()
         flat, wanted = Flat.of(plan), np.array(plan.sampled_at, np.int64)
         is_scored = bool(self._reads_prompt[flat.rows].any())
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)

@@ -122,8 +122,9 @@ class DecodeGraphs:
         seats = recorder.seats
         self._recorder = recorder
         self._sizes = [size for size in LADDER if size < seats] + [seats]
-        shapes = {"rows": (seats,), "positions": (seats,)} | shared_shapes(seats)
-        self._inputs = Inputs(recorder.decoder.device, shapes, {"rows": recorder.scratch})
+        shapes = dict.fromkeys(("rows", "positions", "places", "blocks"), (seats,)) | shared_shapes(seats)
+        blank = {"rows": recorder.scratch, "places": recorder.rows.nowhere, "blocks": recorder.rows.scratch_block}
+        self._inputs = Inputs(recorder.decoder.device, shapes, blank)
         self._recorded: dict[tuple[int, bool, bool], Recorded] = {}
 
     @torch.inference_mode()
@@ -148,7 +149,8 @@ class DecodeGraphs:
         if (size, shared is not None, is_greedy) not in self._recorded:
             self._record(size, shared is not None, is_greedy)
         together = {} if shared is None else shared._asdict()
-        self._inputs.send(rows=rows, positions=positions, **together)
+        changes = self._recorder.rows.take_changes(self._recorder.seats)
+        self._inputs.send(rows=rows, positions=positions, **changes, **together)
         graph, logits, tokens = self._recorded[size, shared is not None, is_greedy]
         graph.replay()
         return logits[:count], None if tokens is None else tokens[:count]
@@ -160,6 +162,7 @@ class DecodeGraphs:
     def _step(self, size: int, shares: bool, is_greedy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         recorder = self._recorder
         rows, positions = self._inputs["rows"][:size], self._inputs["positions"][:size]
+        recorder.rows.change_tables(self._inputs["places"], self._inputs["blocks"])
         shared = shared_in(self._inputs, size) if shares else None
         tokens, batch = recorder.rows.gather_decodes(rows, positions, host_of(size, size), shared)
         logits = recorder.logits(recorder.decoder.forward(tokens, batch, recorder.cache, None))

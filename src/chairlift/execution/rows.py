@@ -56,12 +56,21 @@ class Rows:
         self._tables = np.zeros((seats, -(-max_length // block_size)), np.int32)
         # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
         self.device_tables = torch.empty(0)
+        self.scratch_block = -1
         self._written = [0] * seats  # blocks of each row that are known here
+        self._places: list[int] = []  # where the tables on the device are not up to date,
+        self._changed: list[int] = []  # and what belongs there
 
     def keep_tables_on_device(self, scratch_block: int) -> None:
         """From now on, have every table on the device as well."""
+        self.scratch_block = scratch_block
         shape = self._tables.shape[0] + 1, self._tables.shape[1]
         self.device_tables = torch.full(shape, scratch_block, dtype=torch.int32, device=self.device)
+
+    @property
+    def nowhere(self) -> int:
+        """The last place of all tables on the device: it is the scratch row's."""
+        return self.device_tables.numel() - 1
 
     @property
     def shares(self) -> bool:
@@ -85,23 +94,37 @@ class Rows:
         self.tokens.view(-1)[places.long()] = tokens
 
     def _write_tables(self, plan: StepPlan) -> None:
-        """Bring the tables up to date: here, and on the device all changes in one transfer."""
-        width = self._tables.shape[1]
-        places: list[int] = []
-        changed: list[int] = []
+        """Bring the tables here up to date, and note what the device must be told."""
+        width, replaced = self._tables.shape[1], 1 if plan.copies else 0  # the last one it knows may now be a copy
+        places, changed = self._places, self._changed
         for sequence in plan.placed:
             self._written[sequence.row] = 0
         for sequence in (*plan.placed, *plan.grown):
             row, blocks = sequence.row, sequence.table.blocks
-            # The last one it knows may have been replaced by a copy.
-            first, last = max(0, self._written[row] - 1), len(blocks)
+            first, last = max(0, self._written[row] - replaced), len(blocks)
             self._written[row] = last
             self._tables[row, first:last] = blocks[first:]
             places += range(row * width + first, row * width + last)
             changed += blocks[first:]
-        if self.device_tables.numel() and places:
-            where, what = send(self.device, np.array(places, np.int32), np.array(changed, np.int32))
-            self.device_tables.view(-1)[where.long()] = what
+
+    def take_changes(self, room: int) -> dict[str, np.ndarray]:
+        """What the device does not know of the tables, for a step that tells it; if it is too much, it is told now."""
+        if len(self._places) > room:
+            self.tell_changes()
+        found = {"places": np.array(self._places, np.int32), "blocks": np.array(self._changed, np.int32)}
+        self._places, self._changed = [], []
+        return found
+
+    def tell_changes(self) -> None:
+        """Tell the device what it does not know of the tables, in one transfer."""
+        if self.device_tables.numel() and self._places:
+            places, blocks = send(self.device, np.array(self._places, np.int32), np.array(self._changed, np.int32))
+            self.change_tables(places, blocks)
+        self._places, self._changed = [], []
+
+    def change_tables(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Write to the tables on the device."""
+        self.device_tables.view(-1)[places.long()] = blocks
 
     def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostShared | None:
         """What decodes have in common; it is looked for again only when others decode."""
