@@ -55,7 +55,7 @@ def make_flat(pieces: list[tuple[int, int]], rows: list[int]) -> Flat:
 
 @pytest.fixture
 def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
-    monkeypatch.setattr(decode_cuda, "_FILLS", 8)
+    monkeypatch.setattr(decode_cuda, "_FILLS_OF_FEW", 8)
     monkeypatch.setattr(decode_cuda, "_COUNTED", 16)
     folder = make_tiny_model(tmp_path, tokenizer=False)
     decoder = load_model(str(folder), Settings.of(dtype="float16", device="cpu"), progress=False).decoder

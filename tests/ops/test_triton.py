@@ -20,7 +20,8 @@ from chairlift.ops.rotate import rotate_and_store_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":  # the interpreter runs programs one by one, those without work too
-    decode_cuda._FILLS, decode_cuda._COUNTED = 32, 16
+    decode_cuda._FILLS = decode_cuda._FILLS_OF_FEW = 32
+    decode_cuda._COUNTED = 16
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
 
 

@@ -29,9 +29,9 @@ _SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
 _KEYS = 64  # keys that a program takes at a time
 _WARPS, _STAGES = 2, 5  # of 16-bit numbers, while that fits: few threads, and much on its way to each
 _FILLS = 1320  # programs of one length that would fill a large GPU a few times: none is longer than these
-_FEW = 132  # of sequences and KV heads, with which it is not even filled once
-_LEAST = 512  # tokens of an item when there are many, so that joining costs little against reading
-_LEAST_OF_FEW = 64
+_LEAST = 512  # tokens of an item, so that joining costs little against reading
+_FEW = 384  # of sequences and KV heads: with no more, fewer and shorter programs are faster
+_FILLS_OF_FEW, _LEAST_OF_FEW = 264, 64
 _COUNTED = 512  # sequences that are counted at a time, however few there are: one kernel for almost every batch
 
 
@@ -81,8 +81,8 @@ def attend_decodes(
 def lay_out(heads: int, cache: KvCache, batch: Batch, window: int) -> Work:
     """Cut the decodes' contexts into items."""
     count, device = batch.decodes, batch.contexts.device
-    many = count * cache.kv_heads > _FEW
-    items = count + -(-_FILLS // cache.kv_heads)
+    is_few = count * cache.kv_heads <= _FEW
+    items = count + -(-(_FILLS_OF_FEW if is_few else _FILLS) // cache.kv_heads)
     shared = batch.shared
     slots = items + (0 if shared is None else shared.slots)
     work = Work(
@@ -95,7 +95,7 @@ def lay_out(heads: int, cache: KvCache, batch: Batch, window: int) -> Work:
     prefixes, parts = (batch.contexts, batch.contexts) if shared is None else (shared.prefixes, shared.parts)
     _lay_out[(count,)](
         batch.contexts, prefixes, parts, work.items, work.firsts, count, items, window or 1 << 30,
-        _LEAST if many else _LEAST_OF_FEW, COUNT=max(_COUNTED, triton.next_power_of_2(count)), KEYS=_KEYS,
+        _LEAST_OF_FEW if is_few else _LEAST, COUNT=max(_COUNTED, triton.next_power_of_2(count)), KEYS=_KEYS,
         SHARED=shared is not None, num_warps=4, **early(),
     )  # fmt: skip
     return work
