@@ -88,6 +88,8 @@ class TorchExecutor:
         self._limits = limits
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._counting = list(range(limits.max_sequences))
+        self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self._events: list[torch.cuda.Event] = []  # that nobody waits for any more
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
         self._scored = np.full(limits.max_sequences, -1)
         self._reads_prompt = np.zeros(limits.max_sequences, bool)
@@ -193,6 +195,7 @@ class TorchExecutor:
         """Wait for a pass and bring its tokens to the host."""
         if ticket.done is not None:
             ticket.done.synchronize()
+            self._events.append(ticket.done)
         tokens = ticket.tokens.tolist()
         logprobs: list[TokenLogprobs | None] | None = None
         if ticket.scores is not None:
@@ -230,7 +233,8 @@ class TorchExecutor:
         return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
     def _record(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
+        if self._stream is None:
             return None
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
         return event

@@ -23,6 +23,7 @@ from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _SHARED_ITEMS = 256  # that a recorded step has room for
+_SMALL = 4096  # numbers: no more are copied at once, from any memory; more only from memory that is pinned
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
@@ -39,7 +40,7 @@ class Inputs:
             self._blank[self._begins[name] :][: prod(shapes[name])] = value
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
         self._views = {name: self._sent[self._begins[name] :][: prod(s)].view(s) for name, s in shapes.items()}
-        self._is_pinned = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
@@ -47,13 +48,13 @@ class Inputs:
     def send(self, **arrays: np.ndarray) -> None:
         """Bring the numbers to the device, those behind the last that is given not included."""
         count = max(self._begins[name] + self._views[name].numel() for name in arrays)
-        pinned = torch.empty(count, dtype=torch.int32, pin_memory=self._is_pinned)
-        numbers = pinned.numpy()
-        numbers[:] = self._blank[:count]
+        numbers = torch.empty(count, dtype=torch.int32, pin_memory=self._is_cuda and count > _SMALL)
+        flat = numbers.numpy()
+        flat[:] = self._blank[:count]
         for name, array in arrays.items():
             begin = self._begins[name]
-            numbers[begin : begin + array.size] = array.ravel()
-        self._sent[:count].copy_(pinned, non_blocking=True)
+            flat[begin : begin + array.size] = array.ravel()
+        self._sent[:count].copy_(numbers, non_blocking=True)
 
     def clear(self) -> None:
         """Nothing is given."""
