@@ -69,6 +69,14 @@ class BlockPool:
             return 0
         return self.blocks_for(length) - len(table.blocks) + self._tail_is_shared(table)
 
+    def append(self, table: BlockTable) -> bool:
+        """A free block for a table whose last one is full: what decodes ask for, most of the time. False if neither."""
+        if not self._free or table.writable != len(table.blocks) * self.block_size:
+            return False
+        table.blocks.append(self._take())
+        table.writable += self.block_size
+        return True
+
     def grow(self, table: BlockTable, length: int) -> tuple[int, int] | None:
         """Let `table` write up to `length` tokens; the (source, target) blocks to copy first, if one was shared."""
         copy = None

@@ -91,8 +91,11 @@ class Seats:
         return memory.needs(newcomer) + sum(map(memory.growth, self.running)) <= memory.pool.available
 
     def make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
-        """Let a sequence write up to `length`, at the cost of those behind it; False if it yielded itself."""
+        """Let a sequence write up to `length`, its next token, at the cost of those behind it; False if it yielded."""
         self._memory.shed(sequence)
+        if self._memory.pool.append(sequence.table):
+            step.grown.append(sequence)
+            return True
         while not self._memory.can_grow(sequence, length):
             # Not those before it: they have slices in this step, and a plan should never have to be taken apart.
             behind = self.running[self.running.index(sequence) :]

@@ -23,7 +23,7 @@ from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _SHARED_ITEMS = 256  # that a recorded step has room for
-_SMALL = 4096  # numbers: no more are copied at once, from any memory; more only from memory that is pinned
+_SMALL = 8192  # numbers
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
@@ -31,34 +31,40 @@ class Inputs:
     """The numbers that a recorded step reads, under their names, side by side: one transfer brings them all."""
 
     def __init__(self, device: torch.device, shapes: dict[str, tuple[int, ...]], blank: dict[str, int]) -> None:
-        self._begins, end = {}, 0
+        self._places: dict[str, tuple[int, int, int]] = {}  # where each begins and ends, and what stands for nothing
+        end = 0
         for name, shape in shapes.items():
-            self._begins[name] = end
+            self._places[name] = end, end + prod(shape), blank.get(name, 0)
             end += -(-prod(shape) // _ALIGNED) * _ALIGNED
-        self._blank = np.zeros(end, np.int32)  # what stands where nothing is given
-        for name, value in blank.items():
-            self._blank[self._begins[name] :][: prod(shapes[name])] = value
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
-        self._views = {name: self._sent[self._begins[name] :][: prod(s)].view(s) for name, s in shapes.items()}
-        self._is_cuda = device.type == "cuda"
+        self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
+        # Few numbers may come from any memory: they are copied away at once. Many would wait for the device, unless
+        # their memory is pinned; and then it must stay as it is until the device has read it.
+        self._is_pinned = device.type == "cuda" and end > _SMALL
+        self._numbers = torch.zeros(end, dtype=torch.int32)
+        self._flat = self._numbers.numpy()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
     def send(self, **arrays: np.ndarray) -> None:
         """Bring the numbers to the device, those behind the last that is given not included."""
-        count = max(self._begins[name] + self._views[name].numel() for name in arrays)
-        numbers = torch.empty(count, dtype=torch.int32, pin_memory=self._is_cuda and count > _SMALL)
-        flat = numbers.numpy()
-        flat[:] = self._blank[:count]
+        if self._is_pinned:
+            self._numbers = torch.empty_like(self._numbers, pin_memory=True)
+            self._flat = self._numbers.numpy()
+        flat, count = self._flat, 0
         for name, array in arrays.items():
-            begin = self._begins[name]
-            flat[begin : begin + array.size] = array.ravel()
-        self._sent[:count].copy_(numbers, non_blocking=True)
+            begin, end, blank = self._places[name]
+            middle = begin + array.size
+            flat[begin:middle] = array if array.ndim == 1 else array.ravel()
+            if middle < end:
+                flat[middle:end] = blank
+            count = max(count, end)
+        self._sent[:count].copy_(self._numbers[:count], non_blocking=True)
 
     def clear(self) -> None:
         """Nothing is given."""
-        self._sent.copy_(torch.from_numpy(self._blank))
+        self.send(**dict.fromkeys(self._places, np.empty(0, np.int32)))
 
 
 def shared_shapes(decodes: int) -> dict[str, tuple[int, ...]]:

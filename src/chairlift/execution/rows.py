@@ -103,9 +103,14 @@ class Rows:
             row, blocks = sequence.row, sequence.table.blocks
             first, last = max(0, self._written[row] - replaced), len(blocks)
             self._written[row] = last
-            self._tables[row, first:last] = blocks[first:]
-            places += range(row * width + first, row * width + last)
-            changed += blocks[first:]
+            if last - first == 1:  # as in most steps
+                self._tables[row, first] = blocks[first]
+                places.append(row * width + first)
+                changed.append(blocks[first])
+            else:
+                self._tables[row, first:last] = blocks[first:]
+                places += range(row * width + first, row * width + last)
+                changed += blocks[first:]
 
     def take_changes(self, room: int) -> dict[str, np.ndarray]:
         """What the device does not know of the tables, for a step that tells it; if it is too much, it is told now."""
