@@ -79,6 +79,24 @@ def test_many_prompts_come_back_in_order_each_with_its_own_params(llm: LLM) -> N
     assert [len(result.outputs[0].token_ids) for result in results] == [9, 1, 5]
 
 
+def test_an_overlapped_engine_begins_before_all_have_come_and_leaves_nothing_behind(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), progress=False, overlap=True, step_tokens=32, max_sequences=8)
+    prompts: list[list[int]] = [[i + 1] * 20 for i in range(6)]
+    planned_at: list[int] = []  # how many had come when each step was planned
+    scheduler, plan = llm.engine.scheduler, llm.engine.scheduler.plan
+    scheduler.plan = lambda now: (planned_at.append(scheduler.counters.submitted), plan(now))[1]  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    answers = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+    assert planned_at[0] == 2 and planned_at[1] == 6, "it waits for the first step's worth, then for everyone"
+    one_by_one = LLM(str(tiny_model), progress=False, overlap=False)
+    assert answers == [one_by_one.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    with pytest.raises(RequestError, match="not a token id"):
+        llm.generate([*prompts, [1, None]], params)  # type: ignore[list-item]
+    assert llm.generate(prompts[0], params)[0].outputs[0].token_ids == answers[0]
+    assert scheduler.pool.owned == 0 and not scheduler.has_work
+    scheduler.check()
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     result = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4))[0]
