@@ -203,6 +203,28 @@ def test_codes_and_scales_are_the_bytes_of_the_reference(dim: int, kv_dtype: tor
     assert torch.equal(caches[0].data, caches[1].data)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *KV_DTYPES.values()], ids=str)
+@pytest.mark.parametrize("block_size", [32, 48])
+def test_larger_blocks_are_written_and_read(block_size: int, kv_dtype: torch.dtype) -> None:
+    batch, blocks = make_batch([(100, 1), (31, 1), (0, 40), (33, 17)], block_size)
+    turns = torch.ones(200, 32, device=DEVICE), torch.zeros(200, 32, device=DEVICE)  # none: its last bit may differ
+    qkv = torch.randn(batch.positions.shape[0], 8, 64, device=DEVICE)
+    caches = [KvCache(1, blocks, 2, 64, block_size, kv_dtype, DEVICE, compiled=False) for _ in range(2)]
+    before = torch.randint(0, 100, caches[0].data.shape, device=DEVICE).to(kv_dtype)
+    for cache in caches:
+        cache.data.copy_(before)
+        if cache.scales is not None:
+            cache.scales.fill_(0.01)
+    ours, theirs = qkv.clone(), qkv.clone()
+    fused_cuda.rotate_and_store(ours, caches[0], 0, batch, turns, None, 1e-6)
+    rotate_and_store_reference(theirs, caches[1], 0, batch, turns, None, 1e-6)
+    assert close(caches[0].data.float(), caches[1].data.float())
+    assert close(
+        attention_cuda.attend(ours, 4, caches[0], 0, batch, 0),
+        paged_attention_reference(theirs, 4, caches[1], 0, batch),
+    )
+
+
 @pytest.mark.parametrize("size", [64, 576, 1000])
 def test_norm_and_gate_match(size: int) -> None:
     x, weight = torch.randn(5, size, device=DEVICE) * 10, torch.randn(size, device=DEVICE)
