@@ -210,9 +210,9 @@ def test_larger_blocks_are_written_and_read(block_size: int, kv_dtype: torch.dty
     turns = torch.ones(200, 32, device=DEVICE), torch.zeros(200, 32, device=DEVICE)  # none: its last bit may differ
     qkv = torch.randn(batch.positions.shape[0], 8, 64, device=DEVICE)
     caches = [KvCache(1, blocks, 2, 64, block_size, kv_dtype, DEVICE, compiled=False) for _ in range(2)]
-    before = torch.randint(0, 100, caches[0].data.shape, device=DEVICE).to(kv_dtype)
+    before = torch.randint(0, 100, caches[0].data.shape, device=DEVICE)  # hundredths
     for cache in caches:
-        cache.data.copy_(before)
+        cache.data.copy_(before if cache.scales is not None else before / 100)
         if cache.scales is not None:
             cache.scales.fill_(0.01)
     ours, theirs = qkv.clone(), qkv.clone()
