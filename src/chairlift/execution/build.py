@@ -34,6 +34,7 @@ from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import resolve
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
+from chairlift.ops.triton_found import HAS_TRITON
 
 console = Console(stderr=True)
 _TRIED = 16  # tokens of the step that is timed, at most
@@ -133,7 +134,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
-    if device.type == "cuda":
+    if device.type == "cuda" and HAS_TRITON:
         with console.status("recording steps") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)

@@ -88,7 +88,6 @@ class TorchExecutor:
         self._limits = limits
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._counting = list(range(limits.max_sequences))
-        self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._events: list[torch.cuda.Event] = []  # that nobody waits for any more
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
         self._scored = np.full(limits.max_sequences, -1)
@@ -233,8 +232,8 @@ class TorchExecutor:
         return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
     def _record(self) -> torch.cuda.Event | None:
-        if self._stream is None:
+        if self._device.type != "cuda":
             return None
         event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(torch.cuda.current_stream(self._device))
         return event
