@@ -79,6 +79,8 @@ class Rows:
 
     def update(self, plan: StepPlan) -> None:
         """Take in who sat down and whose table grew."""
+        if self._places:
+            self.tell_changes()  # a step that failed has left them
         if plan.placed:
             self._shared = b"", None
             self._write_tokens(plan.placed)
