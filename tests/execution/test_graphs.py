@@ -1,5 +1,5 @@
-"""Recorded steps with prompts, filled up to the next size. What a graph would replay is called here, its kernels in
-Triton's interpreter; on a GPU tests/test_cuda.py records it."""
+"""Recorded steps, with prompts and without, filled up to the next size. What a graph would replay is called here, its
+kernels in Triton's interpreter; on a GPU tests/test_cuda.py records it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from chairlift.core.settings import Settings
 from chairlift.execution.build import load_model
-from chairlift.execution.graphs import Inputs, Recorded, Recorder
+from chairlift.execution.graphs import DecodeGraphs, Inputs, Recorded, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sharing import Grouping
@@ -41,7 +41,9 @@ class Call:
         self._step, self._tokens = step, tokens
 
     def replay(self) -> None:
-        self._tokens.copy_(self._step()[1])
+        tokens = self._step()[1]
+        if tokens is not None:
+            self._tokens.copy_(tokens)
 
 
 def make_flat(pieces: list[tuple[int, int]], rows: list[int]) -> Flat:
@@ -130,6 +132,28 @@ def test_decodes_that_begin_alike_read_together_beside_a_prompt(
     shared = rows.find_shared(flat.rows[:6], flat.contexts[:6])
     assert shared is not None and (shared.prefixes == 17 * 16).all()
     check(graphs, flat, shared, monkeypatch)
+
+
+@torch.inference_mode()
+def test_a_decode_step_takes_in_what_is_new_in_the_tables(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = graphs._recorder
+    rows, decodes = recorder.rows, DecodeGraphs(recorder)
+    who, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
+    other = int(rows._tables[11, 0])  # nobody's now
+    rows._tables[3, 2] = other
+    rows._places, rows._changed = [3 * BLOCKS + 2], [other]
+    logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(5))
+    monkeypatch.setattr(decoder_module, "paged_attention", attention_cuda.attend)
+    found, tokens = decodes.run(who, positions, None, True)
+    assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
+    assert tokens is not None and torch.equal(tokens, found.argmax(-1))
+    assert torch.equal(rows.tokens[who, positions + 1].long(), tokens)
+    assert rows.device_tables[3, 2] == other and not rows._places
+    assert (rows.device_tables[SEATS] == SEATS * BLOCKS).all(), "the scratch row has its scratch block, and no other"
+    spare = SEATS * BLOCKS
+    assert torch.allclose(recorder.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
+    again, nothing = decodes.run(who, positions, None, False)
+    assert nothing is None and torch.allclose(again.float(), logits.float(), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(
