@@ -8,6 +8,7 @@ already. A batch between two sizes is filled up with a scratch row, whose tokens
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _SHARED_ITEMS = 256  # that a recorded step has room for
-_SMALL = 8192  # numbers
+_TURNS = 4  # transfers of a step's inputs that may be under way: an engine never has more than two steps in flight
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
@@ -38,21 +39,18 @@ class Inputs:
             end += -(-prod(shape) // _ALIGNED) * _ALIGNED
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
         self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
-        # Few numbers may come from any memory: they are copied away at once. Many would wait for the device, unless
-        # their memory is pinned; and then it must stay as it is until the device has read it.
-        self._is_pinned = device.type == "cuda" and end > _SMALL
-        self._numbers = torch.zeros(end, dtype=torch.int32)
-        self._flat = self._numbers.numpy()
+        # What the device has not read yet must stay as it is: each transfer has its turn in memory of its own.
+        is_cuda = device.type == "cuda"
+        turns = [torch.zeros(end, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_TURNS)]
+        self._turns = cycle([(numbers, numbers.numpy()) for numbers in turns])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
     def send(self, **arrays: np.ndarray) -> None:
         """Bring the numbers to the device, those behind the last that is given not included."""
-        if self._is_pinned:
-            self._numbers = torch.empty_like(self._numbers, pin_memory=True)
-            self._flat = self._numbers.numpy()
-        flat, count = self._flat, 0
+        numbers, flat = next(self._turns)
+        count = 0
         for name, array in arrays.items():
             begin, end, blank = self._places[name]
             middle = begin + array.size
@@ -60,7 +58,7 @@ class Inputs:
             if middle < end:
                 flat[middle:end] = blank
             count = max(count, end)
-        self._sent[:count].copy_(self._numbers[:count], non_blocking=True)
+        self._sent[:count].copy_(numbers[:count], non_blocking=True)
 
     def clear(self) -> None:
         """Nothing is given."""
