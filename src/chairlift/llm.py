@@ -228,8 +228,7 @@ class LLM:
         )
         clock = self.engine.clock
         start = clock.now()
-        shown_on = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
-        with shown_on as bar:
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
             task = bar.add_task("generating", total=len(tracks), speed="")
             tokens, shown = 0, start
             for track in tracks:

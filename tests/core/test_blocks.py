@@ -46,6 +46,17 @@ def test_a_table_may_write_to_the_end_of_its_last_block_without_asking() -> None
     assert filled(pool, 5).writable == 8
 
 
+def test_a_block_is_appended_behind_a_full_one_or_one_that_nobody_shares_while_any_is_free() -> None:
+    pool = BlockPool(4, 4)
+    table = filled(pool, 5)
+    assert pool.append(table) and (len(table.blocks), table.writable) == (3, 12)
+    twin = pool.fork(table, 9)
+    assert not pool.append(table), "the last block is shared, and must be copied first"
+    assert pool.grow(twin, 10) is not None and pool.free == 0
+    assert not pool.append(twin) and len(twin.blocks) == 3
+    pool.check([table, twin])
+
+
 def test_a_fork_takes_no_block() -> None:
     pool = BlockPool(5, 4)
     table = filled(pool, 6)

@@ -70,7 +70,7 @@ class BlockPool:
         return self.blocks_for(length) - len(table.blocks) + self._tail_is_shared(table)
 
     def append(self, table: BlockTable) -> bool:
-        """A free block for a table whose last one is full: what decodes ask for, most of the time. False if neither."""
+        """One more block: what most decodes ask for. False if none is free, or the last one is shared and not full."""
         if not self._free or table.writable != len(table.blocks) * self.block_size:
             return False
         table.blocks.append(self._take())

@@ -196,8 +196,8 @@ class Scheduler:
                 odd[sequence] = [done[-1]]
         nothing = repeat(None)
         news = zip(step.samples, result.tokens, nothing, logprobs, nothing, nothing, strict=False)
-        tokens_of = map(_record, repeat(Event), news)
-        events += (each for event in tokens_of for each in odd.get(event.sequence, (event,))) if odd else tokens_of
+        usual = map(_record, repeat(Event), news)
+        events += (each for event in usual for each in odd.get(event.sequence, (event,))) if odd else usual
         for event in done:
             self._retire([event.sequence], event.finish_reason)
         return events

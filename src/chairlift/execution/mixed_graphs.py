@@ -18,7 +18,6 @@ from chairlift.ops.sampling import likeliest
 
 SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, *range(2048, 1 << 16, 512))
 _SOON = 512  # tokens: so small steps, and full ones, are recorded before anybody comes, others when they are needed
-_LONG = 2048  # tokens: more of a longer context are left to kernels that are chosen by its length
 
 
 class MixedGraphs:
@@ -28,12 +27,13 @@ class MixedGraphs:
     """
 
     def __init__(self, recorder: Recorder, step_tokens: int) -> None:
-        from chairlift.ops.attention_cuda import tokens_of_tile
+        from chairlift.ops.attention_cuda import LONG, tokens_of_tile
 
         config = recorder.decoder.config
         self._recorder = recorder
         self._sizes = list(dict.fromkeys(size for size in (*SIZES, step_tokens) if 4 <= size <= step_tokens))
         self._tile = tokens_of_tile(config.heads // config.kv_heads, config.dtype == torch.float32)
+        self._long = LONG  # tokens: a larger step of longer contexts is left to kernels that are chosen by their length
         self._inputs: dict[int, Inputs] = {}
         self._recorded: dict[tuple[int, bool], Recorded] = {}
 
@@ -46,11 +46,11 @@ class MixedGraphs:
 
     def size_for(self, flat: Flat, samples: int) -> int | None:
         """The size that a step of such slices runs as, if any."""
-        tokens, seats = max(flat.positions.size, samples), self._recorder.seats
+        tokens = max(flat.positions.size, samples)
         for size in self._sizes:
-            if tokens <= size and flat.decodes <= self._decodes(size) and samples <= seats:
+            if tokens <= size and flat.decodes <= self._decodes(size):
                 longest = int(flat.contexts[flat.decodes :].max(initial=0))
-                return size if min(size, longest) <= _LONG else None
+                return size if min(size, longest) <= self._long else None
         return None
 
     def run(

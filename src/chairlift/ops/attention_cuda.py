@@ -25,7 +25,7 @@ _LONG_ROWS = 128  # the same where prompts see much
 _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _KEYS = 64  # keys that a program takes at a time
 _EXACT = 32  # of both, in float32
-_LONG = 2048  # tokens that are much; from there on a whole prompt is left to cuDNN, which is half as fast again
+LONG = 2048  # tokens that are much; from there on a whole prompt is left to cuDNN, which is half as fast again
 _STEP = 1024  # its lengths are rounded up to this: it takes 50 ms to prepare for a length that it has not seen
 
 
@@ -44,10 +44,10 @@ def _attend_prompts(
 ) -> None:
     group, dim = heads // cache.kv_heads, cache.dim
     is_exact = qkv.dtype == torch.float32
-    is_long = batch.longest_prompt > _LONG and dim <= 128
+    is_long = batch.longest_prompt > LONG and dim <= 128
     tokens = tokens_of_tile(group, is_exact, is_long)
     left = qkv.is_cuda and not (is_exact or window or cache.scales is not None) and dim in (64, 128)
-    tiles, whole = batch.tiles(tokens, _LONG if left else 1 << 30)
+    tiles, whole = batch.tiles(tokens, LONG if left else 1 << 30)
     for first, last in whole:
         _attend_whole(qkv, heads, cache.kv_heads, first, last, out)
     if not tiles.shape[0]:

@@ -85,15 +85,19 @@ class Linear:
     def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The layer's output, written where the caller wants it; not for compiled or gated layers."""
         assert self.weight is not None and not self.gated
-        if self.norm is not None and x.is_cuda and HAS_TRITON:
-            from chairlift.ops import fused_cuda
-
-            x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
-        elif self.norm is not None:
-            x = rms_norm_reference(x, self.norm.weight, self.norm.eps)
+        x = self._normed(x)
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        if self.norm is None:
+            return x
+        if not (x.is_cuda and HAS_TRITON):
+            return rms_norm_reference(x, self.norm.weight, self.norm.eps)
+        from chairlift.ops import fused_cuda
+
+        return fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
 
     def _on_cuda(self, x: torch.Tensor, weight: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
         """Few rows in one kernel; else the product by cuBLAS, which adds the residual, the norm and the gate apart."""
@@ -102,8 +106,7 @@ class Linear:
         if skinny_cuda.pays(x.shape[0], weight.shape[0]):
             scale, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
             return skinny_cuda.linear(x, weight, self.bias, scale, eps, self.gated, add_to)
-        if self.norm is not None:
-            x = fused_cuda.rms_norm(x, self.norm.weight, self.norm.eps)
+        x = self._normed(x)
         if add_to is not None and self.bias is None and not self.gated:
             return add_to.addmm_(x, weight.t())
         y = F.linear(x, weight, self.bias)
