@@ -173,10 +173,10 @@ class Driver:
         """Take down a pass: how full it was, whom it served, and who sat where."""
         at = began - self._start
         served: dict[str, int] = {}
-        present = {piece.sequence for piece in plan.slices}
-        for piece in plan.slices:
-            tenant = piece.sequence.request.tenant
-            served[tenant] = served.get(tenant, 0) + piece.count
+        present = set(plan.sequences)
+        for sequence, count in zip(plan.sequences, plan.counts, strict=True):
+            tenant = sequence.request.tenant
+            served[tenant] = served.get(tenant, 0) + count
         self._run.steps.append(Step(at, seconds, len(present), plan.tokens, served))
         # A seat is kept through steps that had no room for its prompt, and is free when its sequence ended or yielded.
         gone = [each for each in self._seated if each not in present and each.phase is Phase.DONE]
@@ -184,12 +184,12 @@ class Driver:
             self._seated.pop(sequence, None)
         taken = {stay.seat for stay in self._seated.values()}
         free = (seat for seat in range(self._run.seats) if seat not in taken)
-        for piece in plan.slices:
-            stay = self._seated.get(piece.sequence)
+        for sequence in plan.sequences:
+            stay = self._seated.get(sequence)
             if stay is None:
-                stay = self._seated[piece.sequence] = Stay(next(free), at, at)
-                answer = self._run.answers[int(piece.sequence.request.id)]
-                answer.expected = answer.expected or piece.sequence.expected
+                stay = self._seated[sequence] = Stay(next(free), at, at)
+                answer = self._run.answers[int(sequence.request.id)]
+                answer.expected = answer.expected or sequence.expected
                 answer.stays.append(stay)
             stay.ended = at + seconds
 

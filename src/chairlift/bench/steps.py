@@ -61,7 +61,7 @@ class Stopwatch:
             start = perf_counter()
             self._close(start)
             found = plan(now)
-            self._began, self._sequences = start, len(found.slices)
+            self._began, self._sequences = start, len(found.sequences)
             self._open = {"plan": perf_counter() - start}
             return found
 

@@ -36,14 +36,14 @@ class LatencyBudget:
     def tokens(self, step: StepPlan, limit: int, start: int) -> int:
         """What is predicted to fit, but always a few tokens of a prompt."""
         fitting = self._cost.tokens_within(self._target, work_of(step), start)
-        decodes = sum(count == 1 for _, _, count in step.slices)
+        decodes = step.counts.count(1)
         return min(limit, max(step.tokens + fitting, decodes + _LEAST))
 
 
 def work_of(step: StepPlan) -> Work:
     """What a planned step does, in the cost model's numbers."""
     context = pairs = 0
-    for _, start, count in step.slices:
+    for start, count in zip(step.starts, step.counts, strict=True):
         if count == 1:
             context += start
         else:

@@ -155,7 +155,7 @@ class Memory:
             step.fresh.append(node)
         if cache is not None:
             cache.leaving = []
-        if not step.slices:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
+        if not step.sequences:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
             self.disown(step, ())
 
     def drop_saved(self, step: StepPlan) -> None:

@@ -21,7 +21,11 @@ class Slice(NamedTuple):
 class StepPlan:
     """One forward pass. An executor reads it, and the sequences in it, during `submit` only."""
 
-    slices: list[Slice] = field(default_factory=list)
+    # The slices in columns, since to make a record of each in every pass takes longer than to choose them: whose it is,
+    # its first token, and how many it has.
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     # Who samples, and at which token of the flattened batch; a prompt that forks samples once for each sibling.
     samples: list[Sequence] = field(default_factory=list)
     sampled_at: list[int] = field(default_factory=list)
@@ -42,13 +46,18 @@ class StepPlan:
     # Blocks that this pass fills or moves and that others can find: those planned after it read what it has written.
     fresh: list[Node] = field(default_factory=list)
 
+    @property
+    def slices(self) -> list[Slice]:
+        """The slices as records, for those who look at few passes."""
+        return list(map(Slice, self.sequences, self.starts, self.counts))
+
     def expect(self, node: Node) -> None:
         """This pass fills or moves a cached block."""
         node.passes += 1
         self.fresh.append(node)
 
     def __bool__(self) -> bool:
-        return bool(self.slices)
+        return bool(self.sequences)
 
 
 class TokenLogprobs(NamedTuple):

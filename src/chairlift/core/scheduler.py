@@ -14,7 +14,7 @@ from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.memory import Memory
-from chairlift.core.plan import Event, Slice, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Event, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
@@ -140,7 +140,7 @@ class Scheduler:
         if self.prefill.decodes_wait:
             self._extend_prompts(step, self._mid_prompt())
             self._admit(step, now)
-            if not step.slices:
+            if not step:
                 self._extend(step)
         else:
             self._extend(step)  # decodes and unfinished prompts first: nobody stalls for a newcomer
@@ -205,7 +205,7 @@ class Scheduler:
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """The pass broke: end every request that was in it, or that read what it should have written; others go on."""
         shared = self.memory.disown(step, self.running)
-        sequences = [piece.sequence for piece in step.slices] + step.samples + step.placed + shared
+        sequences = step.sequences + step.samples + step.placed + shared
         requests = (sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE)
         events: list[Event] = []
         for request_id in list(dict.fromkeys(requests)):  # in the plan's order, so that a simulation repeats itself
@@ -228,8 +228,7 @@ class Scheduler:
     def _extend(self, step: StepPlan) -> None:
         """Give every running sequence its next slice, the oldest first; those in mid-prompt share what is left."""
         # Decodes always fit: a step has at least as many tokens as the batch has seats (Limits).
-        samples = step.samples
-        starts: list[int] = []
+        samples, starts = step.samples, step.starts
         prompts: list[Sequence] = []
         for sequence in self.running.copy():
             start = sequence.computed
@@ -240,7 +239,8 @@ class Scheduler:
             sequence.pending += 1
             samples.append(sequence)
             starts.append(start)
-        step.slices += map(_record, repeat(Slice), zip(samples, starts, repeat(1), strict=False))
+        step.sequences += samples
+        step.counts += repeat(1, len(samples))
         step.tokens = len(samples)
         step.sampled_at += range(len(samples))
         if prompts:
@@ -326,7 +326,9 @@ class Scheduler:
         if not count:
             return
         self.memory.shed(sequence)
-        step.slices.append(Slice(sequence, sequence.computed, count))
+        step.sequences.append(sequence)
+        step.starts.append(sequence.computed)
+        step.counts.append(count)
         step.tokens += count
         sequence.computed += count
         self.memory.keep(sequence, min(sequence.computed, len(sequence.tokens)), step)

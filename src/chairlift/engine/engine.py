@@ -131,5 +131,5 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         """A broken pass ends the requests that were in it, and only those."""
-        log.error("a step of %d slices failed", len(plan.slices), exc_info=error)
+        log.error("a step of %d slices failed", len(plan.sequences), exc_info=error)
         return self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")

@@ -145,15 +145,15 @@ class TorchExecutor:
 
         Where they are those of the step before, they have moved on by one: all is known already.
         """
-        count, last = len(plan.slices), self._decodes
+        count, last = len(plan.sequences), self._decodes
         if plan.tokens != count or plan.sampled_at != self._counting[:count]:
             return None
         if last is not None and not plan.placed and plan.samples == last.samples:
             return last._replace(starts=last.starts + 1)
-        rows = np.array([piece.sequence.row for piece in plan.slices])
+        rows = np.array([sequence.row for sequence in plan.sequences])
         if self._reads_prompt[rows].any():
             return None
-        starts = np.array([piece.start for piece in plan.slices])
+        starts = np.array(plan.starts)
         return Decodes(
             plan.samples, rows, starts, self._sampler.is_greedy(rows), np.flatnonzero(self._scored[rows] >= 0)
         )

@@ -27,13 +27,11 @@ class Flat(NamedTuple):
     @staticmethod
     def of(plan: StepPlan) -> Flat:
         """The slices of a plan."""
-        slices = plan.slices
-        rows = np.array([piece.sequence.row for piece in slices])
-        begins = np.array([piece.start for piece in slices])
-        counts = np.array([piece.count for piece in slices])
-        starts = np.zeros(len(slices) + 1, np.int64)
+        rows = np.array([sequence.row for sequence in plan.sequences])
+        begins, counts = np.array(plan.starts), np.array(plan.counts)
+        starts = np.zeros(rows.size + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
-        owner = np.repeat(np.arange(len(slices)), counts)
+        owner = np.repeat(np.arange(rows.size), counts)
         positions = np.arange(plan.tokens) + (begins - starts[:-1])[owner]
         return Flat(rows, starts, begins + counts, owner, positions, count_decodes(starts))
 
