@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import chain, count, islice
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.execution.build import Built, build
@@ -242,21 +241,23 @@ class LLM:
                 raise RequestError(f"request {track.request.id} failed: {error}")
 
     def _step(self) -> int:
-        return self._dispatch(self.engine.step())
+        """One step of the engine; how many tokens it brought."""
+        outcome = self.engine.step()
+        self._dispatch(chain(outcome.events, zip(outcome.sequences, outcome.tokens, strict=True)))
+        return len(outcome.tokens) + sum(event.token is not None for event in outcome.events)
 
-    def _dispatch(self, events: list[Event]) -> int:
-        """Hand events to their requests; the number of tokens among them."""
-        tokens = 0
-        for event in events:
-            tokens += event.token is not None
-            track = self._tracks.get(event.sequence.request.id)
+    def _dispatch(self, news: Iterable[tuple[Any, ...]]) -> None:
+        """Hand events, or only the beginnings of them, to their requests."""
+        tracks, now = self._tracks, self.engine.clock.now
+        for each in news:
+            sequence = each[0]
+            track = tracks.get(sequence.request.id)
             if track is None:
                 continue
-            if track.read(event, self.engine.clock.now):
-                self.engine.stop(event.sequence)  # its event is no news: the text has ended already
+            if track.read(now, *each):
+                self.engine.stop(sequence)  # its event is no news: the text has ended already
             if track.output.finished:
-                del self._tracks[track.request.id]
-        return tokens
+                del tracks[track.request.id]
 
     def _stream(self, track: Track) -> Iterator[Chunk]:
         try:

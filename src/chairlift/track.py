@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chairlift.core.plan import Event
-from chairlift.core.request import Request
+from chairlift.core.plan import PromptLogprobs, TokenLogprobs
+from chairlift.core.request import FinishReason, Request, Sequence
 from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
 from chairlift.text.answer import best, describe, readers_of
 from chairlift.text.tokenizer import Tokenizer
@@ -38,33 +38,44 @@ class Track:
         """Why it failed, if it did."""
         return next((answer.error for answer in self.output.outputs if answer.error), None)
 
-    def read(self, event: Event, now: Callable[[], float]) -> bool:
+    def read(
+        self,
+        now: Callable[[], float],
+        sequence: Sequence,
+        token: int | None,
+        ended: FinishReason | None = None,
+        scored: TokenLogprobs | None = None,
+        prompt_scores: PromptLogprobs | None = None,
+        error: str | None = None,
+    ) -> bool:
         """Take in one event; True if the answer's text just met a stop string, so that the sequence must be stopped."""
-        if event.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
-            start, entries = event.prompt_logprobs
-            self.output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
-        if event.sequence.index >= len(self._readers):
+        output, index = self.output, sequence.index
+        if prompt_scores is not None and output.prompt_logprobs is not None:
+            start, entries = prompt_scores
+            output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
+        if index >= len(self._readers):
             return False  # one of more beams than there are answers ends with its request
-        reader = self._readers[event.sequence.index]
+        reader = self._readers[index]
         was_open = reader.answer.finish_reason is None
-        new = reader.read(event.token, event.finish_reason, event.logprobs, event.error)
-        metrics = self.output.metrics
-        if event.token is not None:
+        new = reader.read(token, ended, scored, error)
+        metrics = output.metrics
+        if token is not None:
             if metrics.first_token is None:
-                metrics.first_token, metrics.started = now(), event.sequence.started
-                self.output.num_cached_tokens = event.sequence.cached
+                metrics.first_token, metrics.started = now(), sequence.started
+                output.num_cached_tokens = sequence.cached
             metrics.output_tokens += was_open
         reason = reader.answer.finish_reason
-        if self._is_streamed and was_open and (event.token is not None or reason):
-            ids = [] if event.token is None else [event.token]
-            self._chunks.append(Chunk(new, ids, event.sequence.index, reason))
-        if event.finish_reason in ("abort", "error") and event.sequence.index == 0:
+        if self._is_streamed and was_open and (token is not None or reason):
+            self._chunks.append(Chunk(new, [] if token is None else [token], index, reason))
+        if reason is None:
+            return False
+        if ended in ("abort", "error") and index == 0:
             for other in self._readers:  # siblings that were never born end with it
-                other.answer.finish_reason = other.answer.finish_reason or str(event.finish_reason)
-        if reason and not self.output.finished and all(answer.finish_reason for answer in self.output.outputs):
-            self.output.finished, metrics.finished = True, now()
-            self.output.outputs = best(self.output.outputs, self.request.params.n)
-        return was_open and reason is not None and event.finish_reason is None
+                other.answer.finish_reason = other.answer.finish_reason or str(ended)
+        if not output.finished and all(answer.finish_reason for answer in output.outputs):
+            output.finished, metrics.finished = True, now()
+            output.outputs = best(output.outputs, self.request.params.n)
+        return was_open and ended is None
 
     def take_chunks(self) -> list[Chunk]:
         """What has come since the last call."""

@@ -56,7 +56,7 @@ def ask(scheduler: Scheduler, name: str, prompt: int = 3, **params: Any) -> Sequ
 
 def give(scheduler: Scheduler, plan: StepPlan, *tokens: int) -> list[Event]:
     """Apply a plan with these tokens, or a word for each sample."""
-    return scheduler.apply(plan, StepResult(list(tokens) or [WORD] * len(plan.samples)))
+    return list(scheduler.apply(plan, StepResult(list(tokens) or [WORD] * len(plan.samples))))
 
 
 def step(scheduler: Scheduler, *tokens: int) -> StepPlan:

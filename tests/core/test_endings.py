@@ -284,7 +284,7 @@ def test_overlapped_the_next_step_is_under_way_before_the_last_is_seen() -> None
     scheduler = scheduler_of()
     engine, _ = engine_of(scheduler, overlap=True)
     sequence = ask(scheduler, "a", prompt=3)
-    assert engine.step() == []
+    assert not engine.step()
     assert (sequence.computed, sequence.pending, sequence.output) == (3, 1, [])
     (event,) = engine.step()
     assert sequence.output == [event.token]
@@ -326,7 +326,7 @@ def test_a_sequence_preempted_with_a_token_in_flight_comes_back_with_it() -> Non
 def test_an_engine_with_nothing_to_do_does_nothing(overlap: bool) -> None:
     scheduler = scheduler_of()
     engine, _ = engine_of(scheduler, overlap=overlap)
-    assert engine.step() == []
+    assert not engine.step()
     assert not engine.has_work
     engine.submit(request("a"))
     assert engine.has_work
@@ -342,7 +342,7 @@ def test_an_overlapped_engine_has_work_until_its_last_step_has_come_back() -> No
     engine.abort("a")
     assert not scheduler.has_work
     assert engine.has_work
-    assert engine.step() == []
+    assert not engine.step()
     assert not engine.has_work
 
 

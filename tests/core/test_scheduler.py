@@ -352,9 +352,10 @@ def test_scores_travel_with_their_tokens() -> None:
     events = scheduler.apply(plan, StepResult([5, 6], [None, score], [(a, prompt)]))
     assert [(event.sequence, event.token, event.logprobs, event.prompt_logprobs) for event in events] == [
         (a, None, None, prompt),
-        (a, 5, None, None),
         (b, 6, score, None),
+        (a, 5, None, None),
     ]
+    assert (events.sequences, events.tokens) == ([a], [5]), "of whom there is a token and no more"
 
 
 def test_scores_of_a_prompt_whose_request_has_ended_are_dropped() -> None:
@@ -362,7 +363,7 @@ def test_scores_of_a_prompt_whose_request_has_ended_are_dropped() -> None:
     a = ask(scheduler, "a")
     plan = scheduler.plan(0.0)
     scheduler.abort("a")
-    assert scheduler.apply(plan, StepResult([5], None, [(a, PromptLogprobs(1, []))])) == []
+    assert not scheduler.apply(plan, StepResult([5], None, [(a, PromptLogprobs(1, []))]))
 
 
 def test_an_executor_that_owes_a_token_is_found_out() -> None:

@@ -17,6 +17,7 @@ and its own. With one seat and one token a step the bound is exact (see test_pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from chairlift.core.cost import Cost
 from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, StepPlan, StepResult
+from chairlift.core.plan import Event, Outcome, StepPlan, StepResult
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
@@ -125,11 +126,11 @@ class WatchedScheduler(Scheduler):
                 self._last_seated = sequence.order
                 self.newcomers.append(sequence)
 
-    def apply(self, step: StepPlan, result: StepResult) -> list[Event]:
-        events = super().apply(step, result)
+    def apply(self, step: StepPlan, result: StepResult) -> Outcome:
+        outcome = super().apply(step, result)
         self.check()
-        self.events += len(events)
-        return events
+        self.events += len(outcome)
+        return outcome
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         failing = live_requests_of(step)
@@ -265,7 +266,7 @@ class World:
 
     # ---- what is heard of it
 
-    def _read(self, events: list[Event]) -> None:
+    def _read(self, events: Iterable[Event]) -> None:
         for event in events:
             sequence = event.sequence
             key = sequence.request.id, sequence.index

@@ -20,7 +20,7 @@ from chairlift import __version__
 from chairlift.bench.report import percentile
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, StepPlan
+from chairlift.core.plan import Outcome, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
@@ -126,9 +126,9 @@ class Sessions:
         self._engine.submit(Request(str(len(self._run.turns)), turn.prompt, params, arrival=now))
         self._run.turns.append(turn)
 
-    def _read(self, events: list[Event]) -> None:
+    def _read(self, outcome: Outcome) -> None:
         now = self._engine.clock.now()
-        for sequence, token, reason, _logprobs, _prompt, error in events:
+        for sequence, token, reason, _logprobs, _prompt, error in outcome:
             if error is not None or token is None:
                 raise ChairliftError(f"request {sequence.request.id} failed, and with it the chat: {error or reason}")
             turn = self._run.turns[int(sequence.request.id)]
@@ -137,7 +137,7 @@ class Sessions:
             turn.answer.append(token)
             if reason is not None and turn.number + 1 < self._chat.turns:
                 self._ask(turn.session, turn.number + 1, turn.prompt + turn.answer, now)
-        self._advance(len(events))
+        self._advance(len(outcome))
 
     def _count(self, plan: StepPlan, _began: float, _seconds: float) -> None:
         """Add up what is not a decode; one that was preempted computes its answer again, as a part of its prompt."""

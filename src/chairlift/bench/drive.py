@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from chairlift.bench.mixes import Ask, Mix
@@ -116,9 +116,9 @@ class Driver:
                 self._submit(*coming.popleft())
             if not coming or coming[0][1].after:  # one that waits for others' tokens is nobody to wait for
                 engine.end_input()
-            events = engine.step()
-            self._read(events)
-            if not events and (coming or engine.has_work):
+            outcome = engine.step()
+            self._read(outcome)
+            if not outcome and (coming or engine.has_work):
                 self._rest(coming[0][1] if coming else None)
         engine.on_step = None
         run.preemptions = engine.scheduler.counters.preemptions - before
@@ -146,7 +146,7 @@ class Driver:
         if wait > 0:
             time.sleep(wait)
 
-    def _read(self, events: list[Event]) -> None:
+    def _read(self, events: Iterable[Event]) -> None:
         now = self._now()
         count = 0
         for sequence, token, reason, _logprobs, _prompt, error in events:

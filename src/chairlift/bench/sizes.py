@@ -138,11 +138,11 @@ def run(engine: Engine, size: int, prompt: int, output: int, vocab_size: int, ad
         ids = [draw.randrange(vocab_size) for _ in range(prompt)]
         engine.submit(Request(str(number), ids, params, arrival=engine.clock.now()))
     while engine.has_work:
-        events = engine.step()
-        for event in events:
+        outcome = engine.step()
+        for event in outcome.events:
             if event.error is not None:
                 raise ChairliftError(f"a request in a batch of {size} failed: {event.error}")
-        advance(len(events))
+        advance(len(outcome))
     engine.on_step = None
     return watch.timed
 

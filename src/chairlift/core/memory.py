@@ -10,7 +10,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.plan import StepPlan
 from chairlift.core.preemption import Preemption, Recompute
 from chairlift.core.prefix_cache import HOST, Node, PrefixCache, packed
-from chairlift.core.request import NEVER, Phase, Request, Sequence
+from chairlift.core.request import Phase, Request, Sequence
 from chairlift.core.watermark import Watermark
 
 # One that has yielded so often gets all the memory it can ever need when it next runs, and yields no more.
@@ -138,7 +138,7 @@ class Memory:
         step.saved += self.preemption.leave(victim, self.pool)
         if victim.beams is not None:
             victim.computed = min(victim.computed, len(victim.tokens) - 1)  # its last one must offer again
-        victim.prefix.cursor, victim.due = None, NEVER
+        victim.prefix.cursor, victim.due = None, victim.limit
 
     def end(self, sequence: Sequence) -> None:
         """It gives up all it has, here and in host memory."""
@@ -184,7 +184,7 @@ class Memory:
             if step is not None:
                 step.expect(node)
         prefix.cursor, prefix.kept = node, full
-        sequence.due = (full + 1) * size if node is not None else NEVER
+        sequence.due = sequence.limit if node is None else min(sequence.limit, (full + 1) * size + 1)
 
     def confirm(self, step: StepPlan) -> None:
         """The pass has come back: what it wrote is there."""
@@ -249,7 +249,7 @@ class Memory:
         prefix.cursor = path[-1] if path else self.prefix_cache.root(salt)
         prefix.kept = len(path)
         prefix.path, prefix.key = [], b""
-        sequence.due = behind + size
+        sequence.due = min(sequence.limit, behind + size + 1)
         rest = tokens[behind : min(behind + size, len(tokens) - 1)]
         if len(rest) * _PART < size or sequence.saved.blocks or sequence.request.params.prompt_logprobs is not None:
             return -1, 0

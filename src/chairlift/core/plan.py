@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -94,3 +95,22 @@ class Event(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a step has brought: for most of its sequences a token and nothing else, for others more.
+
+    As with slices, those many stand in columns. To iterate is to have an event for each.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # one for each of these
+    events: list[Event] = field(default_factory=list)  # of the others, or before their token
+
+    def __iter__(self) -> Iterator[Event]:
+        yield from self.events
+        yield from map(Event, self.sequences, self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.events) + len(self.tokens)

@@ -13,8 +13,6 @@ from chairlift.core.prefix_cache import Prefix
 if TYPE_CHECKING:
     from chairlift.core.beams import Beams
 
-NEVER = 1 << 62  # tokens that no sequence has
-
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -123,7 +121,7 @@ class Sequence:
         self.beams: Beams | None = None  # the search that it is part of
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
-        self.due = NEVER  # with more tokens than this, another of its blocks can be cached
+        self.due = limit  # with so many tokens it ends, or another of its blocks can be cached
 
     @property
     def length(self) -> int:

@@ -14,7 +14,7 @@ from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.memory import Memory
-from chairlift.core.plan import Event, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Event, Outcome, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
@@ -24,8 +24,6 @@ from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.seats import Seats
 
-# The loops over the whole batch build their records past a named tuple's own constructor: a third of their time.
-_record = tuple.__new__
 _REKEY = 8  # plans after which a policy that reads the prefix cache looks again; more when many wait
 
 
@@ -165,42 +163,46 @@ class Scheduler:
         if self._cost is not None:
             self._cost.learn(work_of(step), seconds)
 
-    def apply(self, step: StepPlan, result: StepResult) -> list[Event]:
+    def apply(self, step: StepPlan, result: StepResult) -> Outcome:
         """Take in what a pass computed: append tokens, end what is complete and free its blocks at once."""
         assert len(result.tokens) == len(step.samples), "an executor owes one token for each sample"
-        events: list[Event] = []
-        for sequence, scores in result.prompt_logprobs or ():
-            if sequence.phase is not Phase.DONE:
-                events.append(Event(sequence, prompt_logprobs=scores))
+        events = [
+            Event(sequence, prompt_logprobs=scores)
+            for sequence, scores in result.prompt_logprobs or ()
+            if sequence.phase is not Phase.DONE
+        ]
         self.memory.confirm(step)
-        logprobs = result.logprobs or repeat(None)
-        odd: dict[Sequence, list[Event]] = {}  # of whom there is other news than a token
-        done: list[Event] = []
+        odd: set[Sequence] = set()  # of whom there is other news than a token
         ended = Phase.DONE
-        for sequence, token, scored in zip(step.samples, result.tokens, logprobs, strict=False):
+        for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
             sequence.pending -= 1
             if sequence.phase is ended:
-                odd[sequence] = []  # ended while this step was in flight: the token is one too many
+                odd.add(sequence)  # ended while this step was in flight: the token is one too many
                 continue
             if sequence.beams is not None:
-                odd[sequence] = self._search(sequence, sequence.beams, scored)
+                odd.add(sequence)
+                events += self._search(sequence, sequence.beams, scored)
                 continue
             tokens = sequence.tokens
             tokens.append(token)
-            count = len(tokens)
-            if count > sequence.due:
-                self.memory.keep(sequence, count - 1)  # all but the one that has just come
-            if count >= sequence.limit or token in sequence.stop_ids:
-                reason = FinishReason.STOP if token in sequence.stop_ids else FinishReason.LENGTH
-                done.append(Event(sequence, token, reason, scored))
-                odd[sequence] = [done[-1]]
-        nothing = repeat(None)
-        news = zip(step.samples, result.tokens, nothing, logprobs, nothing, nothing, strict=False)
-        usual = map(_record, repeat(Event), news)
-        events += (each for event in usual for each in odd.get(event.sequence, (event,))) if odd else usual
-        for event in done:
-            self._retire([event.sequence], event.finish_reason)
-        return events
+            if len(tokens) >= sequence.due or token in sequence.stop_ids or scored is not None:
+                reason = self._look_at(sequence, token)
+                if reason is not None or scored is not None:
+                    odd.add(sequence)
+                    events.append(Event(sequence, token, reason, scored))
+                if reason is not None:
+                    self._retire([sequence], reason)
+        if not odd:
+            return Outcome(step.samples, result.tokens, events)
+        usual = [pair for pair in zip(step.samples, result.tokens, strict=True) if pair[0] not in odd]
+        return Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events)
+
+    def _look_at(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """It has a token with which it may have ended, or filled a block."""
+        self.memory.keep(sequence, len(sequence.tokens) - 1)  # all but the one that has just come
+        if token in sequence.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """The pass broke: end every request that was in it, or that read what it should have written; others go on."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from chairlift.core.plan import Event, StepPlan, StepResult
+from chairlift.core.plan import Event, Outcome, StepPlan, StepResult
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
 
@@ -96,19 +96,18 @@ class Engine:
         """Seconds for which nothing happens by itself, however often `step` is called; inf: until somebody comes."""
         return 0.0 if self._in_flight is not None else self.scheduler.pause(self.clock.now())
 
-    def step(self) -> list[Event]:
+    def step(self) -> Outcome:
         """Plan and run one forward pass, and return the news of the pass that came back."""
         now = self.clock.now()
         plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
-        if not self._overlap:
-            if not plan:
-                return []
-            events, ticket = self._submit(plan)
-            return events if ticket is None else self._collect(plan, ticket, now)
         events, ticket = self._submit(plan) if plan else ([], None)
-        arrived, self._in_flight = self._in_flight, (plan, ticket, now) if ticket is not None else None
-        return events + (self._collect(*arrived) if arrived else [])
+        awaited = (plan, ticket, now) if ticket is not None else None
+        if self._overlap:
+            awaited, self._in_flight = self._in_flight, awaited
+        outcome = self._collect(*awaited) if awaited else Outcome()
+        outcome.events[:0] = events
+        return outcome
 
     def _submit(self, plan: StepPlan) -> tuple[list[Event], Any]:
         try:
@@ -116,11 +115,11 @@ class Engine:
         except Exception as error:
             return self._fail(plan, error), None
 
-    def _collect(self, plan: StepPlan, ticket: Any, begun: float) -> list[Event]:
+    def _collect(self, plan: StepPlan, ticket: Any, begun: float) -> Outcome:
         try:
             result = self._executor.collect(ticket)
         except Exception as error:
-            return self._fail(plan, error)
+            return Outcome(events=self._fail(plan, error))
         now = self.clock.now()
         begun = max(begun, self._last_end)  # overlapped, a pass begins on the device when the one before it ends
         self._last_end = now

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, StepPlan, TokenLogprobs
+from chairlift.core.plan import Event, Outcome, StepPlan, TokenLogprobs
 from chairlift.core.policies import Fair
 from chairlift.core.request import Request
 from chairlift.engine.engine import Engine
@@ -132,17 +132,17 @@ class EngineLoop:
             # A batch that waits to be full has work, but nothing to do yet.
             pause = self._engine.pause if self._engine.has_work else inf
             if pause:
-                self._report([])
+                self._report(Outcome())
                 self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause)))
             self._take_orders()
             self._answer_questions()
             if self._engine.has_work:
                 before = clock.now()
-                events = self._engine.step()
+                outcome = self._engine.step()
                 took = clock.now() - before
                 # A step that took long shows how long one may take: the next such must not look like a standstill.
                 self._patience = max(self._patience, 3 * took)
-                self._report(events, took)
+                self._report(outcome, took)
 
     # ---- orders in
 
@@ -202,9 +202,9 @@ class EngineLoop:
 
     # ---- news out
 
-    def _report(self, events: list[Event], took: float = 0.0) -> None:
+    def _report(self, outcome: Outcome, took: float = 0.0) -> None:
         news: dict[int, list[News]] = defaultdict(list)
-        for event in events:
+        for event in outcome:
             number, key = address_of(event.sequence.request)
             if key in self._links[number].keys:  # else it was aborted, and nobody waits for its last event
                 news[number].append(as_news(key, event))
@@ -215,7 +215,7 @@ class EngineLoop:
                 log.error("an HTTP process does not read its news: its %d requests are ended", len(link.keys))
                 self._leave(link)
         self._stats = stats
-        for event in events:
+        for event in outcome.events:
             if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
                 number, key = address_of(event.sequence.request)
                 self._links[number].keys.pop(key, None)
