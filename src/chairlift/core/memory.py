@@ -172,13 +172,13 @@ class Memory:
 
         Within a pass every layer stores before it attends, so those who sit down behind it in the same plan may share.
         """
-        prefix, size = sequence.prefix, self.pool.block_size
+        prefix, cache, size = sequence.prefix, self.prefix_cache, self.pool.block_size
         node, first, full = prefix.cursor, prefix.kept, computed // size
-        if self.prefix_cache is None or node is None or full <= first:
+        if cache is None or node is None or full <= first:
             return
-        key, width = packed(sequence.tokens[first * size : full * size]), 4 * size
-        for i, block in enumerate(sequence.table.blocks[first:full]):
-            node = self.prefix_cache.insert(node, key[i * width : (i + 1) * width], block)
+        tokens, blocks = sequence.tokens, sequence.table.blocks
+        for i in range(first, full):
+            node = cache.insert(node, cache.pack(*tokens[i * size : (i + 1) * size]), blocks[i])
             if node is None:  # another with the same tokens was faster: what follows stays private
                 break
             if step is not None:

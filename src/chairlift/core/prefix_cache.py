@@ -88,6 +88,7 @@ class PrefixCache:
         self._cost = cost or Cost()
         self._width = pool.block_size * _INT
         self._chunks = Struct(f"{self._width}s")
+        self.pack = Struct(f"{pool.block_size}i").pack  # the tokens of one block, as its key
         self._roots: dict[bytes, Node] = {}
         self._nodes: list[Node | None] = [None] * pool.total  # of each block
         self._shelved: list[list[Node | None]] = [[None] * shelf.total for shelf in self.shelves]

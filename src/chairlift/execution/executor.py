@@ -149,7 +149,8 @@ class TorchExecutor:
         if plan.tokens != count or plan.sampled_at != self._counting[:count]:
             return None
         if last is not None and not plan.placed and plan.samples == last.samples:
-            return last._replace(starts=last.starts + 1)
+            samples, rows, starts, is_greedy, scored = last
+            return Decodes(samples, rows, starts + 1, is_greedy, scored)
         rows = np.array([sequence.row for sequence in plan.sequences])
         if self._reads_prompt[rows].any():
             return None

@@ -7,6 +7,7 @@ already. A batch between two sizes is filled up with a scratch row, whose tokens
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import cycle
 from math import prod
@@ -28,6 +29,14 @@ _TURNS = 4  # transfers of a step's inputs that may be under way: an engine neve
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
+class Turn(NamedTuple):
+    """Memory of one transfer to the device."""
+
+    numbers: torch.Tensor
+    flat: np.ndarray  # the same, as the host writes it
+    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # of so many: where to, and these; to cut takes as long as to send
+
+
 class Inputs:
     """The numbers that a recorded step reads, under their names, side by side: one transfer brings them all."""
 
@@ -40,16 +49,15 @@ class Inputs:
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
         self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
         # What the device has not read yet must stay as it is: each transfer has its turn in memory of its own.
-        is_cuda = device.type == "cuda"
-        turns = [torch.zeros(end, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_TURNS)]
-        self._turns = cycle([(numbers, numbers.numpy()) for numbers in turns])
+        turns = [torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(_TURNS)]
+        self._turns = cycle([Turn(numbers, numbers.numpy(), {}) for numbers in turns])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
     def send(self, **arrays: np.ndarray) -> None:
         """Bring the numbers to the device, those behind the last that is given not included."""
-        numbers, flat = next(self._turns)
+        numbers, flat, cuts = next(self._turns)
         count = 0
         for name, array in arrays.items():
             begin, end, blank = self._places[name]
@@ -58,7 +66,10 @@ class Inputs:
             if middle < end:
                 flat[middle:end] = blank
             count = max(count, end)
-        self._sent[:count].copy_(numbers[:count], non_blocking=True)
+        if count not in cuts:
+            cuts[count] = self._sent[:count], numbers[:count]
+        target, source = cuts[count]
+        target.copy_(source, non_blocking=True)
 
     def clear(self) -> None:
         """Nothing is given."""
@@ -149,7 +160,7 @@ class DecodeGraphs:
         Both are overwritten by the next.
         """
         count = len(rows)
-        size = next(each for each in self._sizes if each >= count)
+        size = self._sizes[bisect_left(self._sizes, count)]
         shared = fits(shared)
         if (size, shared is not None, is_greedy) not in self._recorded:
             self._record(size, shared is not None, is_greedy)
@@ -158,6 +169,8 @@ class DecodeGraphs:
         self._inputs.send(rows=rows, positions=positions, **changes, **together)
         graph, logits, tokens = self._recorded[size, shared is not None, is_greedy]
         graph.replay()
+        if count == size:
+            return logits, tokens
         return logits[:count], None if tokens is None else tokens[:count]
 
     def _record(self, size: int, shares: bool, is_greedy: bool) -> None:
