@@ -53,7 +53,11 @@ class ModelSettings:
 class CacheSettings:
     """How the KV cache is cut and how large it is."""
 
-    block_size: int = option(16, "Tokens in a KV block, a multiple of 16; larger wastes more at each sequence's end.")
+    block_size: int | None = option(
+        None,
+        "Tokens in a KV block, a multiple of 16 (default 16 on a CPU, 32 on a GPU); larger costs the host less and "
+        "wastes more at each sequence's end.",
+    )
     kv_tokens: int | None = option(
         None, "Tokens the KV cache holds (default: what memory allows); set it to bound memory or to test pressure."
     )
@@ -184,8 +188,9 @@ class Settings:
         return made
 
     def _check(self) -> None:
-        if self.cache.block_size < 16 or self.cache.block_size % 16:
-            raise SettingsError(f"block_size is {self.cache.block_size}: use a multiple of 16, such as 16 or 32")
+        size = self.cache.block_size
+        if size is not None and (size < 16 or size % 16):
+            raise SettingsError(f"block_size is {size}: use a multiple of 16, such as 16 or 32")
         share = self.cache.memory_share
         if share is not None and not 0 < share <= 1:
             raise SettingsError(f"memory_share is {share}: use a share above 0 and up to 1")

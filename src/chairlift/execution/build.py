@@ -96,11 +96,12 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     config, device, decoder = loaded.config, loaded.device, loaded.decoder
     limits = choose_limits(config, settings, device)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
+    block_size = settings.cache.block_size or (32 if device.type == "cuda" else 16)
     kv_dtype = KV_DTYPES.get(settings.cache.kv_dtype, config.dtype)
     if device.type == "cuda":
         with console.status("compiling kernels, once on this machine") if progress else nullcontext():
-            compile_kernels(decoder, limits.max_length, settings.cache.block_size, kv_dtype)
-    capacity = plan_capacity(decoder, limits, settings.cache.block_size, kv_dtype, settings.cache.kv_tokens, share)
+            compile_kernels(decoder, limits.max_length, block_size, kv_dtype)
+    capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share)
     spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
     cache = KvCache(
         config.layers,
