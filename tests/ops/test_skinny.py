@@ -70,6 +70,14 @@ def test_all_that_is_fused_matches(
     check(rows, 50, 96, dtype, normed, biased, gated, added)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has float32 alone, which is cut otherwise")
+@pytest.mark.parametrize("rows", [2, 8, 16])
+@pytest.mark.parametrize("depth", [200, 1024])
+def test_a_weight_that_is_here_before_its_input_matches(rows: int, depth: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        check(rows, 2100, depth, dtype, normed=True, biased=True, gated=True, added=False)
+
+
 @DTYPES
 def test_many_programs_and_steps_match(dtype: torch.dtype) -> None:
     for rows in (1, 16):

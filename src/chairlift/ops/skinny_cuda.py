@@ -71,6 +71,8 @@ def shape_for(rows: int, lines: int, depth: int, gated: bool, is_wide: bool) -> 
         return {"COLUMNS": 16, "DEPTH": 32, "num_warps": 4, "num_stages": 3}
     if lines <= 2048:
         return {"COLUMNS": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 5, "AHEAD": 2048}
+    if 64 <= depth <= 1024:
+        return {"COLUMNS": 32, "DEPTH": triton.next_power_of_2(depth) // 4, "num_warps": 4, "num_stages": 1}
     if lines <= 4096:
         return {"COLUMNS": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 4, "AHEAD": 1024 if depth <= 2048 else 0}
     return {"COLUMNS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 4}
@@ -150,7 +152,13 @@ def _few(
     """
     lines = _lines(width, COLUMNS, GATED)
     bias = _bias(bias_at, lines, BIASED)
-    if EARLY and AHEAD > 0:
+    k = (tl.arange(0, SPLIT) * DEPTH)[:, None, None] + tl.arange(0, DEPTH)[None, None, :]
+    at = weight_at + lines[None, :, None] * K + k
+    IS_WHOLE: tl.constexpr = K <= SPLIT * DEPTH  # in one step, so all of the weight can be here before the input is
+    if IS_WHOLE:
+        tile = _load(at, k, K, EVEN)
+        scale = _load(norm_at + k, k, K, EVEN) if NORMED else 0.0
+    elif EARLY and AHEAD > 0:
         # Loads of a pipelined loop cannot be moved to before the wait; what they load then comes from the cache.
         _prefetch(weight_at, lines, K, AHEAD)
     wait(EARLY)
@@ -158,23 +166,31 @@ def _few(
     to, inside = _places(out_at, row, rows, width, out_stride, COLUMNS, GATED)
     residual = _residual(to, inside, ADDED)
     is_row = (row < rows)[None, :, None]
-    k = (tl.arange(0, SPLIT) * DEPTH)[:, None, None] + tl.arange(0, DEPTH)[None, None, :]
-    at = weight_at + lines[None, :, None] * K + k
     x_row = x_at + row[None, :, None] * K + k
     sums = tl.zeros([SPLIT, COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([SPLIT, ROWS], tl.float32)
-    for start in range(0, K, SPLIT * DEPTH):
-        tile = _load(at + start, start + k, K, EVEN)
-        x = tl.load(x_row + start, mask=is_row if EVEN else is_row & (start + k < K), other=0.0)
-        if NORMED:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 2)
-            x = (wide * _load(norm_at + start + k, start + k, K, EVEN).to(tl.float32)).to(x.dtype)
-        sums = tl.dot(tile, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
+    if IS_WHOLE:
+        x = tl.load(x_row, mask=is_row if EVEN else is_row & (k < K), other=0.0)
+        sums, squares = _multiply_few(sums, squares, tile, scale, x, NORMED)
+    else:
+        for start in range(0, K, SPLIT * DEPTH):
+            part = _load(at + start, start + k, K, EVEN)
+            x = tl.load(x_row + start, mask=is_row if EVEN else is_row & (start + k < K), other=0.0)
+            part_scale = _load(norm_at + start + k, start + k, K, EVEN) if NORMED else 0.0
+            sums, squares = _multiply_few(sums, squares, part, part_scale, x, NORMED)
     y = tl.sum(sums, 0)
     if NORMED:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
     _store(to, inside, tl.trans(y + bias[:, None]), residual, GATED)
+
+
+@triton.jit
+def _multiply_few(sums, squares, tile, scale, x, NORMED: tl.constexpr):
+    if NORMED:
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 2)
+        x = (wide * scale.to(tl.float32)).to(x.dtype)
+    return tl.dot(tile, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee"), squares
 
 
 @triton.jit
