@@ -12,6 +12,7 @@ import torch
 
 from chairlift import LLM, ChairliftError, SamplingParams
 from chairlift.core.errors import CapacityError, ModelError, RequestError, SettingsError
+from chairlift.track import Track
 from tiny import make_tiny_model
 
 PROMPT = "The chairlift never stops"
@@ -113,6 +114,40 @@ def test_a_stream_says_the_same_as_generate_piece_by_piece(llm: LLM) -> None:
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_tokens_that_nobody_streams_are_read_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | None] = []
+    read = Track.read
+
+    def watched(track: Track, now: Any, sequence: Any, token: int | None, *more: Any) -> bool:
+        told.append(token)
+        return read(track, now, sequence, token, *more)
+
+    monkeypatch.setattr(Track, "read", watched)
+    (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2))
+    for answer in output.outputs:
+        assert len(answer.token_ids) == 12
+        assert answer.text == llm.tokenizer.decode(answer.token_ids)
+    assert output.metrics.output_tokens == 24
+    ids = output.outputs[0].token_ids
+    assert told == [ids[0], ids[-1], ids[-1]], "the first, whose time counts, and the last of each"
+
+
+def test_one_that_is_ended_keeps_what_had_come(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    whole = llm.generate(PROMPT, params)[0].outputs[0]
+    track = llm._submit(PROMPT, params)
+    while not track.output.metrics.first_token:
+        llm._step()
+    for _ in range(4):
+        llm._step()
+    llm.close()
+    answer = track.output.outputs[0]
+    assert answer.finish_reason == "abort"
+    assert answer.token_ids == whole.token_ids[:5]
+    assert whole.text.startswith(answer.text)
+    assert answer.text
 
 
 def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count, islice
+from itertools import count, islice
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class LLM:
         self._ids = count()
         self._seeds = random.Random(self.settings.model.seed)
         self._tracks: dict[str, Track] = {}
+        self._listeners: dict[str, Track] = {}  # those that are told of each token
 
     def generate(
         self,
@@ -156,7 +157,7 @@ class LLM:
     def close(self) -> None:
         """End whatever still runs."""
         for request_id in list(self._tracks):
-            self._dispatch(self.engine.abort(request_id))
+            self._dispatch(self.engine.abort(request_id), self._tracks)
 
     def __enter__(self) -> LLM:
         return self
@@ -184,7 +185,7 @@ class LLM:
         )
         self.engine.submit(request)
         track = Track(request, text, tokenizer, is_streamed=is_streamed)
-        self._tracks[request.id] = track
+        self._tracks[request.id] = self._listeners[request.id] = track
         return track
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -243,12 +244,14 @@ class LLM:
     def _step(self) -> int:
         """One step of the engine; how many tokens it brought."""
         outcome = self.engine.step()
-        self._dispatch(chain(outcome.events, zip(outcome.sequences, outcome.tokens, strict=True)))
+        self._dispatch(outcome.events, self._tracks)
+        if self._listeners:
+            self._dispatch(zip(outcome.sequences, outcome.tokens, strict=True), self._listeners)
         return len(outcome.tokens) + sum(event.token is not None for event in outcome.events)
 
-    def _dispatch(self, news: Iterable[tuple[Any, ...]]) -> None:
-        """Hand events, or only the beginnings of them, to their requests."""
-        tracks, now = self._tracks, self.engine.clock.now
+    def _dispatch(self, news: Iterable[tuple[Any, ...]], tracks: dict[str, Track]) -> None:
+        """Hand events, or as much of them as a token is, to their requests."""
+        now = self.engine.clock.now
         for each in news:
             sequence = each[0]
             track = tracks.get(sequence.request.id)
@@ -256,8 +259,10 @@ class LLM:
                 continue
             if track.read(now, *each):
                 self.engine.stop(sequence)  # its event is no news: the text has ended already
+            if not track.wants_tokens:
+                self._listeners.pop(track.request.id, None)
             if track.output.finished:
-                del tracks[track.request.id]
+                self._tracks.pop(track.request.id, None)
 
     def _stream(self, track: Track) -> Iterator[Chunk]:
         try:
@@ -277,8 +282,9 @@ class LLM:
         """Whatever was not finished when the caller left is ended."""
         for track in tracks:
             if not track.output.finished:
-                self._dispatch(self.engine.abort(track.request.id))
+                self._dispatch(self.engine.abort(track.request.id), self._tracks)
                 self._tracks.pop(track.request.id, None)
+                self._listeners.pop(track.request.id, None)
 
 
 @contextmanager

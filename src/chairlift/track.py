@@ -19,6 +19,8 @@ class Track:
     ) -> None:
         self.request = request
         self._is_streamed = is_streamed  # otherwise nobody takes chunks
+        # Otherwise its tokens are read when it ends: on the way they mean nothing to anybody.
+        self._is_watched = is_streamed or bool(request.params.stop) or request.scored is not None
         self._tokenizer = tokenizer
         params = request.params
         self._readers = readers_of(request.prompt, params, tokenizer)
@@ -37,6 +39,11 @@ class Track:
     def error(self) -> str | None:
         """Why it failed, if it did."""
         return next((answer.error for answer in self.output.outputs if answer.error), None)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether it must be told of tokens that end nothing; each waits for its first, whose time is known then."""
+        return not self.output.finished and (self._is_watched or self.output.metrics.first_token is None)
 
     def read(
         self,
@@ -57,8 +64,13 @@ class Track:
             return False  # one of more beams than there are answers ends with its request
         reader = self._readers[index]
         was_open = reader.answer.finish_reason is None
-        new = reader.read(token, ended, scored, error)
         metrics = output.metrics
+        if was_open and not self._is_watched:
+            begin, end = sequence.prompt_length + len(reader.answer.token_ids), len(sequence.tokens)
+            missed = sequence.tokens[begin : end if token is None else end - 1]
+            reader.catch_up(missed)
+            metrics.output_tokens += len(missed)
+        new = reader.read(token, ended, scored, error)
         if token is not None:
             if metrics.first_token is None:
                 metrics.first_token, metrics.started = now(), sequence.started

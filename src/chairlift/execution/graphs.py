@@ -34,7 +34,7 @@ class Turn(NamedTuple):
 
     numbers: torch.Tensor
     flat: np.ndarray  # the same, as the host writes it
-    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # of so many: where to, and these; to cut takes as long as to send
+    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # for so many numbers: where to, and these
 
 
 class Inputs:

@@ -80,6 +80,12 @@ class AnswerReader:
         answer.text += new
         return new
 
+    def catch_up(self, tokens: list[int]) -> None:
+        """Take in tokens for which nobody waited one by one."""
+        self.answer.token_ids += tokens
+        if self._detokenizer is not None:
+            self.answer.text += self._detokenizer.push(tokens)
+
     def _take(self, token: int, scored: TokenLogprobs | None, is_stop: bool) -> str:
         answer = self.answer
         answer.token_ids.append(token)
