@@ -56,7 +56,7 @@ def test_greedy_float32_equals_transformers(
     assert tokens(roomy, greedy) == expected
     tight = LLM(
         str(folder), progress=False, device="cuda", dtype="float32", overlap=overlap,
-        max_length=256, kv_tokens=256, step_tokens=32, max_sequences=12,
+        max_length=256, kv_tokens=256, step_tokens=32, max_sequences=12, block_size=16,
     )  # fmt: skip
     assert tokens(tight, greedy) == expected
     assert tight.engine.scheduler.counters.preemptions > 0

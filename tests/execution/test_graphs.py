@@ -12,6 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU, kernels are compiled and not interpreted", allow_module_level=True)
 
 from chairlift.core.settings import Settings
 from chairlift.execution.build import load_model
