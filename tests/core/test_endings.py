@@ -285,10 +285,10 @@ def test_overlapped_the_next_step_is_under_way_before_the_last_is_seen() -> None
     engine, _ = engine_of(scheduler, overlap=True)
     sequence = ask(scheduler, "a", prompt=3)
     assert not engine.step()
-    assert (sequence.computed, sequence.pending, sequence.output) == (3, 1, [])
+    assert (sequence.computed, sequence.length, sequence.output) == (3, 4, [])
     (event,) = engine.step()
     assert sequence.output == [event.token]
-    assert (sequence.computed, sequence.pending) == (4, 1)
+    assert (sequence.computed, sequence.length, len(sequence.tokens)) == (4, 5, 4)
 
 
 def test_a_sequence_preempted_with_its_last_token_in_flight_ends_in_the_queue() -> None:

@@ -117,32 +117,31 @@ class Memory:
         sibling.computed = sequence.computed
         sibling.table = self.pool.fork(sequence.table, sequence.computed)
         sibling.prefix.cursor, sibling.prefix.kept = sequence.prefix.cursor, sequence.prefix.kept
-        sibling.due = sequence.due
         sibling.cached = sequence.cached
 
     def follow(self, going: list[Beam], members: list[Sequence]) -> None:
         """Each member goes on as a fork of the sequence that its beam continues."""
         parents = [beam.parent for beam in going]
         tables = [self.pool.fork(parent.table, parent.computed) for parent in parents]
-        places = [
-            (list(each.tokens), each.computed, each.prefix.cursor, each.prefix.kept, each.due) for each in parents
-        ]
+        places = [(list(each.tokens), each.computed, each.prefix.cursor, each.prefix.kept) for each in parents]
         for member, beam, table, place in zip(members, going, tables, places, strict=True):
             self.pool.release(member.table)
             member.table = table
-            member.tokens, member.computed, member.prefix.cursor, member.prefix.kept, member.due = place
+            member.tokens, member.computed, member.prefix.cursor, member.prefix.kept = place
             member.tokens.append(beam.token)
 
     def yield_all(self, step: StepPlan, victim: Sequence) -> None:
         """It gives up its blocks and will come back."""
+        self._keep_answer(victim)
         step.saved += self.preemption.leave(victim, self.pool)
         if victim.beams is not None:
             victim.computed = min(victim.computed, len(victim.tokens) - 1)  # its last one must offer again
-        victim.prefix.cursor, victim.due = None, victim.limit
+        victim.prefix.cursor = None
 
     def end(self, sequence: Sequence) -> None:
         """It gives up all it has, here and in host memory."""
         if sequence.phase is Phase.RUNNING:
+            self._keep_answer(sequence)
             self.pool.release(sequence.table)
         else:
             self.preemption.forget(sequence)
@@ -184,7 +183,11 @@ class Memory:
             if step is not None:
                 step.expect(node)
         prefix.cursor, prefix.kept = node, full
-        sequence.due = sequence.limit if node is None else min(sequence.limit, (full + 1) * size + 1)
+
+    def _keep_answer(self, sequence: Sequence) -> None:
+        """Let the blocks of its answer be found, which nobody looks for before it stops; a prompt's are already."""
+        if sequence.beams is None and sequence.computed >= len(sequence.tokens) - 1:
+            self.keep(sequence, len(sequence.tokens) - 1)  # the last that came is not in the cache
 
     def confirm(self, step: StepPlan) -> None:
         """The pass has come back: what it wrote is there."""
@@ -249,7 +252,6 @@ class Memory:
         prefix.cursor = path[-1] if path else self.prefix_cache.root(salt)
         prefix.kept = len(path)
         prefix.path, prefix.key = [], b""
-        sequence.due = min(sequence.limit, behind + size + 1)
         rest = tokens[behind : min(behind + size, len(tokens) - 1)]
         if len(rest) * _PART < size or sequence.saved.blocks or sequence.request.params.prompt_logprobs is not None:
             return -1, 0

@@ -68,21 +68,20 @@ class Request:
 class Sequence:
     """One answer in the making: its tokens, of which the first `computed` have keys and values in the cache.
 
-    `pending` tokens are sampled on the device but not seen here yet; they come after `tokens`. `computed` counts what
-    has been planned, so a step in flight is already in it.
+    `computed` counts what has been planned, so a step in flight is already in it. Whatever is computed up to its last
+    token has a successor, which is known or on its way: so where `computed` is ahead of `tokens`, others will come.
     """
 
     __slots__ = (
         "beams",
         "cached",
         "computed",
-        "due",
         "expected",
         "index",
         "is_forked",
+        "last",
         "limit",
         "order",
-        "pending",
         "phase",
         "preemptions",
         "prefix",
@@ -107,7 +106,6 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.stop_ids = request.stop_ids
         self.computed = 0
-        self.pending = 0
         self.smooth = 0  # while fewer tokens are computed, all it wants is its next one, and there is room for it
         self.phase = Phase.WAITING
         self.rank: tuple[float, int, int] = (0.0, order, index)
@@ -121,12 +119,12 @@ class Sequence:
         self.beams: Beams | None = None  # the search that it is part of
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
-        self.due = limit  # with so many tokens it ends, or another of its blocks can be cached
+        self.last = limit - 1  # while it has fewer tokens, one more does not end it by its length; 0: it has ended
 
     @property
     def length(self) -> int:
-        """Tokens known and pending."""
-        return len(self.tokens) + self.pending
+        """Tokens known and on their way."""
+        return max(len(self.tokens), self.computed + 1)
 
     @property
     def output(self) -> list[int]:

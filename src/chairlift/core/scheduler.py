@@ -173,36 +173,36 @@ class Scheduler:
         ]
         self.memory.confirm(step)
         odd: set[Sequence] = set()  # of whom there is other news than a token
-        ended = Phase.DONE
+        is_scored = result.logprobs is not None
         for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
-            sequence.pending -= 1
-            if sequence.phase is ended:
-                odd.add(sequence)  # ended while this step was in flight: the token is one too many
+            known = sequence.tokens
+            if len(known) < sequence.last and token not in sequence.stop_ids and not is_scored:
+                known.append(token)  # and that is all, as with nearly every token
                 continue
-            if sequence.beams is not None:
+            news = self._take(sequence, token, scored)
+            if news is not None:
                 odd.add(sequence)
-                events += self._search(sequence, sequence.beams, scored)
-                continue
-            tokens = sequence.tokens
-            tokens.append(token)
-            if len(tokens) >= sequence.due or token in sequence.stop_ids or scored is not None:
-                reason = self._look_at(sequence, token)
-                if reason is not None or scored is not None:
-                    odd.add(sequence)
-                    events.append(Event(sequence, token, reason, scored))
-                if reason is not None:
-                    self._retire([sequence], reason)
+                events += news
         if not odd:
             return Outcome(step.samples, result.tokens, events)
         usual = [pair for pair in zip(step.samples, result.tokens, strict=True) if pair[0] not in odd]
         return Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events)
 
-    def _look_at(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """It has a token with which it may have ended, or filled a block."""
-        self.memory.keep(sequence, len(sequence.tokens) - 1)  # all but the one that has just come
+    def _take(self, sequence: Sequence, token: int, scored: TokenLogprobs | None) -> list[Event] | None:
+        """Take in a token with which there may be more to do; the news if it is not just the token."""
+        if sequence.phase is Phase.DONE:
+            return []  # it ended while this step was in flight: the token is one too many
+        if sequence.beams is not None:
+            return self._search(sequence, sequence.beams, scored)
+        sequence.tokens.append(token)
+        reason = None
         if token in sequence.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+            reason = FinishReason.STOP
+        elif len(sequence.tokens) >= sequence.limit:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._retire([sequence], reason)
+        return None if reason is None and scored is None else [Event(sequence, token, reason, scored)]
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """The pass broke: end every request that was in it, or that read what it should have written; others go on."""
@@ -238,7 +238,6 @@ class Scheduler:
                 sequence.computed = start + 1
             elif not self._may_decode(step, sequence, prompts):
                 continue
-            sequence.pending += 1
             samples.append(sequence)
             starts.append(start)
         step.sequences += samples
@@ -338,7 +337,6 @@ class Scheduler:
             for sampler in (sequence, *self._fork(step, sequence)):
                 step.samples.append(sampler)
                 step.sampled_at.append(step.tokens - 1)
-                sampler.pending += 1
 
     def _fork(self, step: StepPlan, sequence: Sequence) -> list[Sequence]:
         """Give the prompt's siblings their own sequence over the same blocks."""
@@ -390,6 +388,7 @@ class Scheduler:
         counters = self.counters
         for sequence in sequences:
             self.memory.end(sequence)
+            sequence.last = 0
             if sequence.phase is Phase.RUNNING:
                 self.seats.leave(sequence)
                 sequence.phase = Phase.DONE

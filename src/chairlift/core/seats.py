@@ -108,7 +108,7 @@ class Seats:
 
     def may_search(self, step: StepPlan, sequence: Sequence, beams: Beams) -> bool:
         """Whether a beam goes on in this step: not while others have yet to offer, nor without room for all of them."""
-        if sequence.pending or sequence.computed == len(sequence.tokens):
+        if sequence.computed >= len(sequence.tokens):
             return False
         together = [each for each in beams.members if each.phase is Phase.RUNNING]
         while sum(map(self._memory.growth, together)) > self._memory.pool.available:
