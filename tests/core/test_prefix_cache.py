@@ -6,7 +6,7 @@ from random import Random
 from weakref import WeakKeyDictionary
 
 import pytest
-from examples import engine_of, give, scheduler_of, shape_of
+from examples import engine_of, give, scheduler_of, shape_of, step
 from fakes import VOCAB, answer_to
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,6 +195,19 @@ def test_the_next_turn_of_a_chat_finds_the_answer_too() -> None:
     submit(scheduler, "second", [1] * 10 + answer + [2] * 5, max_tokens=1)
     run(scheduler)
     # All but the answer's last token went through the model: 21, five whole blocks.
+    assert scheduler.counters.cached_tokens == 20
+
+
+def test_an_answer_can_be_found_while_it_grows() -> None:
+    scheduler = scheduler_of(caches=True)
+    submit(scheduler, "first", [1] * 10, max_tokens=60, ignore_eos=True)
+    for _ in range(12):
+        step(scheduler)
+    (running,) = scheduler.running
+    submit(scheduler, "second", running.tokens + [2] * 5, max_tokens=1)
+    step(scheduler)
+    assert len(running.output) == 13, "it has not ended"
+    # All but the last token that the second saw went through the model: 21, five whole blocks.
     assert scheduler.counters.cached_tokens == 20
 
 

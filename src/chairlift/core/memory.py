@@ -35,6 +35,8 @@ class Memory:
         self.watermark = Watermark(pool.total)
         self.preemption = preemption or Recompute()
         self.copied = 0  # blocks of which only the first tokens were of use
+        self.running: list[Sequence] = []  # whose answers others may begin with
+        self.is_behind = False  # whether tokens have come since these were last looked at
 
     # ---- questions
 
@@ -185,7 +187,7 @@ class Memory:
         prefix.cursor, prefix.kept = node, full
 
     def _keep_answer(self, sequence: Sequence) -> None:
-        """Let the blocks of its answer be found, which nobody looks for before it stops; a prompt's are already."""
+        """Let the blocks of its answer be found; a prompt's can be already."""
         if sequence.beams is None and sequence.computed >= len(sequence.tokens) - 1:
             self.keep(sequence, len(sequence.tokens) - 1)  # the last that came is not in the cache
 
@@ -233,6 +235,10 @@ class Memory:
         """The cached blocks that a waiting sequence can begin with."""
         if self.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
             return []
+        if self.is_behind:  # answers grow at every step, and few steps see somebody who looks
+            for each in self.running:
+                self._keep_answer(each)
+            self.is_behind = False
         prefix, tokens, size = sequence.prefix, sequence.tokens, self.pool.block_size
         if len(prefix.key) != 4 * len(tokens):
             prefix.key = packed(tokens)

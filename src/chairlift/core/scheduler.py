@@ -67,7 +67,7 @@ class Scheduler:
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
         self.policy.cached = self.memory.known
         self.seats = Seats(limits.max_sequences, self.memory, self.policy, self.waiting, self.counters)
-        self.running = self.seats.running
+        self.running = self.memory.running = self.seats.running
         self._is_trusted = True
         self._plans = 0
         self._moved: list[Sequence] = []  # beams that have gone on elsewhere: the device must be told
@@ -172,6 +172,7 @@ class Scheduler:
             if sequence.phase is not Phase.DONE
         ]
         self.memory.confirm(step)
+        self.memory.is_behind = True
         odd: set[Sequence] = set()  # of whom there is other news than a token
         is_scored = result.logprobs is not None
         for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
