@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import score
 from chairlift.ops.triton_found import HAS_TRITON
 
+_TURNS = 4  # steps whose tokens may be under way
 _SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
 
 
@@ -48,8 +50,8 @@ class Scores:
 class Ticket:
     """A step under way: what `collect` will wait for."""
 
-    tokens: torch.Tensor
-    done: torch.cuda.Event | None
+    tokens: np.ndarray
+    done: torch.Event | None
     scores: tuple[list[int], list[int], Scores] | None  # which samples, how many alternatives each, what they are
     prompt_scores: list[tuple[Sequence, int, int, Scores]]
 
@@ -87,8 +89,11 @@ class TorchExecutor:
         self._mixed: MixedGraphs | None = None
         self._limits = limits
         self._decodes: Decodes | None = None  # the last step, if it was such
-        self._counting = list(range(limits.max_sequences))
-        self._events: list[torch.cuda.Event] = []  # that nobody waits for any more
+        self._events: list[torch.Event] = []  # that nobody waits for any more
+        # Where tokens of a step arrive. An engine has two steps in flight: until a turn comes again, they are read.
+        is_cuda = self._device.type == "cuda"
+        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=is_cuda) for _ in range(_TURNS)]
+        self._arrivals = cycle([(place, place.numpy()) for place in places])
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
         self._scored = np.full(limits.max_sequences, -1)
         self._reads_prompt = np.zeros(limits.max_sequences, bool)
@@ -127,7 +132,7 @@ class TorchExecutor:
             positions = np.array([sequence.computed for sequence in plan.samples], np.int64)  # where these will stand
             logits, tokens, prompt_scores = self._read(plan, rows, positions)
             if not plan.samples:
-                return Ticket(torch.empty(0, dtype=torch.int64), self._record(), None, prompt_scores)
+                return Ticket(np.empty(0, np.int64), self._record(), None, prompt_scores)
             scored = np.flatnonzero(self._scored[rows] >= 0)
         which = self._send(scored) if scored.size else None
         raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
@@ -138,15 +143,15 @@ class TorchExecutor:
         if which is not None:
             counts = self._scored[rows[scored]].tolist()
             scores = scored.tolist(), counts, self._score(raw, tokens[which], max(counts))
-        return Ticket(tokens.to("cpu", non_blocking=True), self._record(), scores, prompt_scores)
+        return Ticket(self._bring(tokens), self._record(), scores, prompt_scores)
 
     def _find_decodes(self, plan: StepPlan) -> Decodes | None:
         """Who decodes, if a plan is nothing else: no prompt, no fork, no prompt's scores.
 
         Where they are those of the step before, they have moved on by one: all is known already.
         """
-        count, last = len(plan.sequences), self._decodes
-        if plan.tokens != count or plan.sampled_at != self._counting[:count]:
+        last = self._decodes
+        if plan.tokens != len(plan.sequences) or plan.samples != plan.sequences:
             return None
         if last is not None and not plan.placed and plan.samples == last.samples:
             samples, rows, starts, is_greedy, scored = last
@@ -232,9 +237,17 @@ class TorchExecutor:
         """Indices on the device; `torch.tensor` there would wait for all that it is doing."""
         return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
-    def _record(self) -> torch.cuda.Event | None:
+    def _bring(self, tokens: torch.Tensor) -> np.ndarray:
+        """Tokens on their way to main memory."""
+        place, array = next(self._arrivals)
+        count = tokens.shape[0]
+        (place if count == place.shape[0] else place[:count]).copy_(tokens, non_blocking=True)
+        return array[:count]
+
+    def _record(self) -> torch.Event | None:
+        """What is reached when all that was submitted so far is done."""
         if self._device.type != "cuda":
             return None
-        event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._events.pop() if self._events else torch.Event(self._device)
+        event.record()  # where torch.cuda's own would first look for the stream, in Python
         return event
