@@ -91,8 +91,8 @@ class TorchExecutor:
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._events: list[torch.Event] = []  # that nobody waits for any more
         # Where tokens of a step arrive. An engine has two steps in flight: until a turn comes again, they are read.
-        is_cuda = self._device.type == "cuda"
-        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=is_cuda) for _ in range(_TURNS)]
+        self._is_cuda = self._device.type == "cuda"
+        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_TURNS)]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
         self._scored = np.full(limits.max_sequences, -1)
@@ -246,7 +246,7 @@ class TorchExecutor:
 
     def _record(self) -> torch.Event | None:
         """What is reached when all that was submitted so far is done."""
-        if self._device.type != "cuda":
+        if not self._is_cuda:
             return None
         event = self._events.pop() if self._events else torch.Event(self._device)
         event.record()  # where torch.cuda's own would first look for the stream, in Python
