@@ -61,6 +61,7 @@ def test_blocks_that_nobody_wrote_are_zeros(dtype: torch.dtype) -> None:
 def test_the_compiled_writer_writes_the_bytes_of_the_reference(dtype: torch.dtype, dim: int) -> None:
     qkv = torch.randn(40, 4 + 2 + 2, dim) * 10 ** torch.linspace(-3, 3, 40).view(-1, 1, 1)
     qkv[7] = 0
+    qkv[9], qkv[9, :, 0] = -102.81249237060547, 111  # just above -117.5 of a scale, but not times its inverse
     slots, nothing = np.random.permutation(8 * 16)[:40], np.empty(0, np.int32)
     batch = Batch.on(CPU, HostBatch(np.zeros(40, np.int64), slots, nothing, nothing, nothing))
     cache, expected = (KvCache(2, 8, 2, dim, 16, dtype, CPU, compiled=True) for _ in range(2))

@@ -83,7 +83,7 @@ def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, 
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
-@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, parallel=True, error_model="numpy", cache=True)  # with fastmath, `put` would round in its own way
 def _rotate_and_store(
     qkv: np.ndarray,
     data: np.ndarray,
