@@ -235,11 +235,12 @@ class Memory:
         """The cached blocks that a waiting sequence can begin with."""
         if self.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
             return []
+        prefix, tokens, size = sequence.prefix, sequence.tokens, self.pool.block_size
         if self.is_behind:  # answers grow at every step, and few steps see somebody who looks
             for each in self.running:
-                self._keep_answer(each)
+                if len(each.tokens) > (each.prefix.kept + 1) * size:
+                    self._keep_answer(each)
             self.is_behind = False
-        prefix, tokens, size = sequence.prefix, sequence.tokens, self.pool.block_size
         if len(prefix.key) != 4 * len(tokens):
             prefix.key = packed(tokens)
         # Not the last token: to have its successor, it must be computed.
