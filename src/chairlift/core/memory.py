@@ -107,6 +107,13 @@ class Memory:
         if self.window and sequence.computed >= self.window:
             self.pool.shed(sequence.table, (sequence.computed - self.window + 1) // self.pool.block_size)
 
+    def append(self, step: StepPlan, sequence: Sequence) -> bool:
+        """Let it write one block more, if that is all it takes."""
+        if not self.pool.append(sequence.table):
+            return False
+        step.grown.append(sequence)
+        return True
+
     def grow(self, step: StepPlan, sequence: Sequence, length: int) -> None:
         """Let it write up to `length` tokens."""
         copy = self.pool.grow(sequence.table, length)

@@ -93,8 +93,7 @@ class Seats:
     def make_room(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
         """Let a sequence write up to `length`, its next token, at the cost of those behind it; False if it yielded."""
         self._memory.shed(sequence)
-        if self._memory.pool.append(sequence.table):
-            step.grown.append(sequence)
+        if self._memory.append(step, sequence):
             return True
         while not self._memory.can_grow(sequence, length):
             # Not those before it: they have slices in this step, and a plan should never have to be taken apart.

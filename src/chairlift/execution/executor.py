@@ -12,7 +12,7 @@ import torch
 from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
-from chairlift.execution.graphs import DecodeGraphs, Recorder
+from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
@@ -23,7 +23,6 @@ from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import score
 from chairlift.ops.triton_found import HAS_TRITON
 
-_TURNS = 4  # steps whose tokens may be under way
 _SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
 
 
@@ -90,9 +89,9 @@ class TorchExecutor:
         self._limits = limits
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._events: list[torch.Event] = []  # that nobody waits for any more
-        # Where tokens of a step arrive. An engine has two steps in flight: until a turn comes again, they are read.
+        # Where the tokens of a step arrive: they are read long before its turn comes again.
         self._is_cuda = self._device.type == "cuda"
-        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_TURNS)]
+        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
         self._scored = np.full(limits.max_sequences, -1)

@@ -25,7 +25,7 @@ from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _SHARED_ITEMS = 256  # that a recorded step has room for
-_TURNS = 4  # transfers of a step's inputs that may be under way: an engine never has more than two steps in flight
+TURNS = 4  # transfers of one kind that may be under way: an engine never has more than two steps in flight
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 
@@ -49,7 +49,7 @@ class Inputs:
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
         self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
         # What the device has not read yet must stay as it is: each transfer has its turn in memory of its own.
-        turns = [torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(_TURNS)]
+        turns = [torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(TURNS)]
         self._turns = cycle([Turn(numbers, numbers.numpy(), {}) for numbers in turns])
 
     def __getitem__(self, name: str) -> torch.Tensor:
