@@ -17,6 +17,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import Scored
+from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
@@ -24,10 +25,13 @@ from chairlift.core.settings import SchedulingSettings
 BLOCK = 4
 
 
-def scheduler(seats: int = 2, blocks: int = 64, step_tokens: int = 64, **chosen: Any) -> Scheduler:
+def scheduler(
+    seats: int = 2, blocks: int = 64, step_tokens: int = 64, *, caches: bool = False, **chosen: Any
+) -> Scheduler:
     limits = Limits(seats, step_tokens, max_length=32, vocab_size=VOCAB)
     pools = BlockPool(blocks, BLOCK), BlockPool(blocks, BLOCK)
-    return assemble_scheduler(SchedulingSettings(**chosen), limits, *pools, Cost())
+    cache = PrefixCache(*pools[:1]) if caches else None
+    return assemble_scheduler(SchedulingSettings(**chosen), limits, *pools, Cost(), cache)
 
 
 def ask(found: Scheduler, name: str, prompt: int = 4, answer: int = 8, n: int = 1, **more: Any) -> None:
@@ -251,9 +255,19 @@ def test_a_deadline_is_told_in_seconds_from_now() -> None:
 # ---- asking changes nothing
 
 
-def history(policy: str, batching: str, asks: bool) -> list[Any]:
+def cached(found: Scheduler) -> list[Any]:
+    """All that the prefix cache knows, and all that was looked up in it."""
+    cache = found.memory.prefix_cache
+    nodes = [] if cache is None else [None if node is None else (node.chunk, node.passes) for node in cache._nodes]
+    sequences = sorted([*found.running, *found.waiting], key=lambda each: (each.order, each.index))
+    paths = [(each.prefix.key, [node.block for node in each.prefix.path], each.prefix.kept) for each in sequences]
+    return [nodes, paths, found.memory.is_behind, found.pool.free, found.pool.cached]
+
+
+def history(policy: str, batching: str, caches: bool, asks: bool) -> list[Any]:
     """What a small busy world does, step by step."""
-    chance, found, seen = Random(7), scheduler(blocks=10, policy=policy, batching=batching, preemption="swap"), []
+    chance, seen = Random(7), []
+    found = scheduler(blocks=10, policy=policy, batching=batching, preemption="swap", caches=caches)
     for number in range(300):
         now = 0.01 * number
         for _ in range(chance.randint(0, 1)):
@@ -262,8 +276,10 @@ def history(policy: str, batching: str, asks: bool) -> list[Any]:
             deadline = chance.choice((None, now + 0.1))
             ask(found, f"{number}.{len(seen)}", arrival=now, deadline=deadline, **shape, **terms)
         if asks:
+            before = cached(found)
             told, count = explain(found, lambda request: True, now)
             assert len(told) == min(count, MOST)
+            assert cached(found) == before
         plan = step(found, now)
         seen.append([(piece.sequence.request.id, piece.start, piece.count) for piece in plan.slices])
         found.check()
@@ -271,6 +287,7 @@ def history(policy: str, batching: str, asks: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("batching", ["continuous", "dynamic"])
+@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_that_somebody_asks_changes_nothing(policy: str, batching: str) -> None:
-    assert history(policy, batching, asks=True) == history(policy, batching, asks=False)
+def test_that_somebody_asks_changes_nothing(policy: str, caches: bool, batching: str) -> None:
+    assert history(policy, batching, caches, asks=True) == history(policy, batching, caches, asks=False)

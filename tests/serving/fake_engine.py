@@ -1,17 +1,20 @@
 """An engine process whose executor only pretends: real scheduler, real sockets, steps as long as told.
 
 The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_BLOCKS (of the cache and of host memory),
-FAKE_HANG (the step that never ends).
+FAKE_HANG (the step that never ends), FAKE_ABSENT (a file: the engine starts when it is gone), FAKE_FAULT (a file: while
+it exists every step fails, with the error that it names).
 """
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
+from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.plan import StepPlan, StepResult, TokenLogprobs
 from chairlift.core.prefix_cache import PrefixCache
@@ -24,6 +27,9 @@ from chairlift.serving.messages import Hello
 STEP = float(os.environ.get("FAKE_STEP", "0.005"))
 SEQUENCES = int(os.environ.get("FAKE_SEQUENCES", "64"))
 HANG = int(os.environ.get("FAKE_HANG", "0"))
+ABSENT = Path(os.environ.get("FAKE_ABSENT", "/nonexistent"))
+FAULT = Path(os.environ.get("FAKE_FAULT", "/nonexistent"))
+ERRORS = {"device": DeviceError("the device fell off the bus"), "step": RuntimeError("this step cannot be computed")}
 LENGTH, VOCABULARY, BLOCK = 512, 320, 16
 BLOCKS = int(os.environ.get("FAKE_BLOCKS", SEQUENCES * LENGTH // BLOCK))
 
@@ -42,6 +48,8 @@ class Pretender:
     def submit(self, plan: StepPlan) -> StepResult:
         self._steps += 1
         time.sleep(1e9 if HANG and self._steps == HANG else STEP)
+        if FAULT.exists():
+            raise ERRORS[FAULT.read_text()]
         tokens = [100 + sequence.computed % 100 for sequence in plan.samples]
         return StepResult(tokens, [self._score(each, token) for each, token in zip(plan.samples, tokens, strict=True)])
 
@@ -56,6 +64,8 @@ class Pretender:
 
 
 def build(job: Job) -> tuple[Engine, Hello, float]:
+    while ABSENT.exists():
+        time.sleep(0.05)
     limits = Limits(SEQUENCES, max(512, SEQUENCES), LENGTH, VOCABULARY)
     pool, host = BlockPool(BLOCKS, BLOCK), BlockPool(BLOCKS, BLOCK)
     settings = Settings.of(**job.settings)

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from running import Running, running
 
+from chairlift.engine.engine import MAX_FAILED_STEPS
+from tiny import make_tiny_model
+
 CHAT = "/v1/chat/completions"
 
 
@@ -172,6 +175,68 @@ async def _read(server: Running, body: dict[str, Any]) -> bytes:
     client = Client(server)
     await client.send(body)
     return await client.read_all()
+
+
+@pytest.mark.parametrize("fault", ["step", "device"])
+def test_an_engine_whose_device_fails_is_unhealthy_and_replaced(tiny_model: Path, tmp_path: Path, fault: str) -> None:
+    file = tmp_path / "fault"
+    environment = {"FAKE_FAULT": str(file)}
+    with running(tiny_model, "--log-level", "error", fake=True, environment=environment) as server:
+        assert server.post(CHAT, asks(3, stream=False)).status_code == 200
+        pid = server.engine_pid()
+        file.write_text(fault)
+        for _ in range(1 if fault == "device" else MAX_FAILED_STEPS):
+            assert server.post(CHAT, asks(3, stream=False)).status_code == 500
+        server.wait_until(lambda: not server.is_healthy(), 10)
+        file.unlink()
+        server.wait_until(server.is_healthy, 60)
+        assert server.engine_pid() != pid
+        assert server.post(CHAT, asks(3, stream=False)).status_code == 200
+
+
+def test_single_steps_that_fail_cost_their_own_requests_only(tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fault"
+    environment = {"FAKE_FAULT": str(file)}
+    with running(tiny_model, "--log-level", "error", fake=True, environment=environment) as server:
+        pid = server.engine_pid()
+        for _ in range(MAX_FAILED_STEPS + 1):
+            file.write_text("step")
+            assert server.post(CHAT, asks(3, stream=False)).status_code == 500
+            file.unlink()
+            assert server.post(CHAT, asks(3, stream=False)).status_code == 200
+        assert server.engine_pid() == pid
+
+
+@pytest.fixture(scope="module")
+def slow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template takes seconds for a long message, of which it keeps a few characters."""
+    work = "{% for _ in range(400) %}{% if 'zz' in messages[0].content * 300 %}zz{% endif %}{% endfor %}"
+    template = work + "{{ messages[0].content[-5:] }}"
+    return make_tiny_model(tmp_path_factory.mktemp("slow") / "llama", chat_template=template)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_while_a_prompt_is_tokenized_costs_that_request_an_error(
+    slow_template: Path, tmp_path: Path, stream: bool
+) -> None:
+    absent = tmp_path / "absent"
+    environment = {"FAKE_ABSENT": str(absent)}
+    body = asks(3, stream=stream) | {"messages": [{"role": "user", "content": "x" * 30_000}]}
+    with running(slow_template, "--log-level", "error", fake=True, environment=environment) as server:
+
+        async def ask() -> bytes:
+            client = Client(server)
+            await client.send(body)
+            for _ in range(3):  # by then the body has been read, and the template runs
+                assert (await asyncio.to_thread(server.get, "/health")).status_code == 200
+            absent.touch()  # it is away for longer than the prompt takes
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            return await asyncio.wait_for(client.read_all(), 60)
+
+        assert b" 503 " in asyncio.run(ask()).partition(b"\r\n")[0]
+        absent.unlink()
+        server.wait_until(server.is_healthy, 60)
+        assert server.metric("num_requests_running") == 0 == server.metric("num_requests_waiting")
 
 
 def test_an_engine_that_stands_still_is_unhealthy_and_well_again_when_it_goes_on(tiny_model: Path) -> None:

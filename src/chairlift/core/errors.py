@@ -19,3 +19,11 @@ class ModelError(ChairliftError):
 
 class CapacityError(ChairliftError):
     """Not enough memory for what was asked."""
+
+
+class DeviceError(ChairliftError):
+    """The device is in a state in which no further step can run: the process that uses it must end."""
+
+
+class EngineFault(ChairliftError):  # noqa: N818
+    """The engine has stopped because its device fails; only a new engine can serve."""

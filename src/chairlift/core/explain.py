@@ -1,7 +1,7 @@
 """Why a request waits, or how far it has come: read from the scheduler, which stays as it was.
 
-Nothing here calls what may move anything, such as the queue's `peek` or a policy's `choose`: that somebody asks must
-not change what happens.
+Nothing here calls what may move anything, such as the queue's `peek`, a policy's `choose` or a lookup that keeps what
+it finds: a question must not change what happens.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
             free, kept = scheduler.pool.available, memory.watermark.blocks
             if first is None:
                 return f"The KV cache is too full for whose turn it is: {_free_blocks(free, kept)}."
-            needs = memory.needs(first)
-            if memory.has_room(first, not running):
+            path = memory.look_up(first)
+            needs = memory.needs(first, path)
+            if memory.has_room(first, not running, path):
                 return f"{who} needs {_count(needs, 'block')} of the KV cache, which became free since the last step."
             return f"{who} needs {_count(needs, 'block')} of the KV cache: {_free_blocks(free, kept)}."
         case "tokens":
@@ -193,7 +194,7 @@ def _by_deadline(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
 
 
 def _by_prefix(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    found = scheduler.memory.known(sequence)
+    found = scheduler.memory.known(sequence, scheduler.memory.look_up(sequence))
     return (
         f"{_count(found, 'token')} of it {'is' if found == 1 else 'are'} in the prefix cache; who has most goes first"
     )

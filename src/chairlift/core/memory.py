@@ -49,9 +49,11 @@ class Memory:
                 f"{self.pool.total}: lower n, best_of or max_tokens"
             )
 
-    def needs(self, sequence: Sequence) -> int:
+    # Three questions look a sequence up in the prefix cache, unless they are given the path that `look_up` has found.
+
+    def needs(self, sequence: Sequence, path: list[Node] | None = None) -> int:
         """Blocks that a waiting sequence takes with its seat, of those that can be had."""
-        path = self._find(sequence)
+        path = self._find(sequence) if path is None else path
         shared = len(path)
         while shared and not ((block := path[shared - 1].block) >= 0 and self.pool.is_held(block)):
             shared -= 1  # nobody has it yet, so it is one less for others
@@ -65,14 +67,26 @@ class Memory:
         """Whether it has yielded often enough."""
         return sequence.preemptions >= _YIELDS
 
-    def has_room(self, sequence: Sequence, is_alone: bool) -> bool:
+    def has_room(self, sequence: Sequence, is_alone: bool, path: list[Node] | None = None) -> bool:
         """Whether it fits, with the watermark to spare unless nobody runs."""
         spare = 0 if is_alone else self.watermark.blocks
-        return self.needs(sequence) + spare <= self.pool.available
+        return self.needs(sequence, path) + spare <= self.pool.available
 
-    def known(self, sequence: Sequence) -> int:
+    def known(self, sequence: Sequence, path: list[Node] | None = None) -> int:
         """Tokens of a waiting sequence that need not be computed."""
-        return max(sequence.computed, len(self._find(sequence)) * self.pool.block_size)
+        path = self._find(sequence) if path is None else path
+        return max(sequence.computed, len(path) * self.pool.block_size)
+
+    def look_up(self, sequence: Sequence) -> list[Node]:
+        """Return the cached blocks that a waiting sequence could begin with, and change nothing.
+
+        Unlike a plan, it does not first let the growing answers of running sequences be found.
+        """
+        if self.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
+            return []
+        path = list(sequence.prefix.path)
+        self._match(sequence, path, packed(sequence.tokens))
+        return self._of_use(sequence, path)
 
     def can_grow(self, sequence: Sequence, length: int) -> bool:
         """Whether it can write up to `length` tokens without anybody having to yield."""
@@ -250,12 +264,21 @@ class Memory:
             self.is_behind = False
         if len(prefix.key) != 4 * len(tokens):
             prefix.key = packed(tokens)
+        self._match(sequence, prefix.path, prefix.key)
+        return self._of_use(sequence, prefix.path)
+
+    def _match(self, sequence: Sequence, path: list[Node], key: bytes) -> None:
+        assert self.prefix_cache is not None
         # Not the last token: to have its successor, it must be computed.
-        self.prefix_cache.match(prefix.path, sequence.request.salt, prefix.key, (len(tokens) - 1) // size)
-        path = prefix.path
+        most = (len(sequence.tokens) - 1) // self.pool.block_size
+        self.prefix_cache.match(path, sequence.request.salt, key, most)
+
+    def _of_use(self, sequence: Sequence, path: list[Node]) -> list[Node]:
+        """Return as much of a path as is cheaper to read than to compute: nothing if more of the sequence was saved."""
+        assert self.prefix_cache is not None
         if self.prefix_cache.shelves:
             path = path[: self.prefix_cache.weigh(path)]
-        return path if len(path) * size > sequence.computed else []  # unless more of it was saved
+        return path if len(path) * self.pool.block_size > sequence.computed else []
 
     def _begin(self, sequence: Sequence, path: list[Node]) -> tuple[int, int]:
         """It sits down behind `path`; a block that begins with its next tokens, and with how many, if copying pays."""

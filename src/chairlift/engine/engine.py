@@ -6,15 +6,21 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from chairlift.core.errors import DeviceError, EngineFault
 from chairlift.core.plan import Event, Outcome, StepPlan, StepResult
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
 
 log = logging.getLogger("chairlift")
 
+MAX_FAILED_STEPS = 4  # in a row; overlapped, one fault can fail the step that was submitted behind it, too
+
 
 class Executor(Protocol):
-    """Runs plans, in the order they were submitted; the ticket between the two calls is its own affair."""
+    """Runs plans, in the order they were submitted; the ticket between the two calls is its own affair.
+
+    Both calls may raise: the requests of that step then fail, and the engine goes on, unless it is a DeviceError.
+    """
 
     def submit(self, plan: StepPlan) -> Any:
         """Start one forward pass."""
@@ -46,6 +52,8 @@ class Engine:
         self._executor = executor
         self._overlap = overlap
         self.last_tokens = 0  # of the step planned last
+        self.fault: str | None = None  # why no further step can run: the device is lost, or every step fails
+        self._failed_steps = 0  # in a row
         # Told of each pass that has come back: its plan, when it began and how many seconds it took.
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self._in_flight: tuple[StepPlan, Any, float] | None = None
@@ -63,6 +71,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it with a RequestError."""
+        self._check_fault()
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> list[Event]:
@@ -98,6 +107,7 @@ class Engine:
 
     def step(self) -> Outcome:
         """Plan and run one forward pass, and return the news of the pass that came back."""
+        self._check_fault()
         now = self.clock.now()
         plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
@@ -123,12 +133,24 @@ class Engine:
         now = self.clock.now()
         begun = max(begun, self._last_end)  # overlapped, a pass begins on the device when the one before it ends
         self._last_end = now
+        self._failed_steps = 0
         self.scheduler.observe(plan, now - begun)
         if self.on_step is not None:
             self.on_step(plan, begun, now - begun)
         return self.scheduler.apply(plan, result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        """A broken pass ends the requests that were in it, and only those."""
+        """End the requests of a failed pass, and only those; decide whether another pass makes sense."""
         log.error("a step of %d slices failed", len(plan.sequences), exc_info=error)
+        self._failed_steps += 1
+        if isinstance(error, DeviceError):
+            self.fault = f"the device cannot go on: {error}"
+        elif self._failed_steps >= MAX_FAILED_STEPS:
+            self.fault = (
+                f"the last {self._failed_steps} steps failed, the last one with {type(error).__name__}: {error}"
+            )
         return self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}")
+
+    def _check_fault(self) -> None:
+        if self.fault is not None:
+            raise EngineFault(f"the engine has stopped: {self.fault}; make a new one")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
@@ -28,7 +29,7 @@ _SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once 
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """Log-probabilities of some tokens, still on the device."""
+    """Log-probabilities of some tokens, in host memory or on their way there: `collect` waits for the step's event."""
 
     tokens: torch.Tensor
     chosen: torch.Tensor
@@ -107,9 +108,15 @@ class TorchExecutor:
         self._mixed.record()
         self._graphs.record()
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
         """Start one forward pass."""
+        try:
+            return self._launch(plan)
+        except torch.AcceleratorError as error:  # not for want of memory, which is another error
+            raise DeviceError(str(error)) from error
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Ticket:
         if plan.saved or plan.restored or plan.spilled or plan.loaded:
             assert self._host is not None, "a plan that swaps needs host memory"
             self._host.move(plan)
@@ -198,7 +205,10 @@ class TorchExecutor:
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a pass and bring its tokens to the host."""
         if ticket.done is not None:
-            ticket.done.synchronize()
+            try:
+                ticket.done.synchronize()
+            except torch.AcceleratorError as error:
+                raise DeviceError(str(error)) from error
             self._events.append(ticket.done)
         tokens = ticket.tokens.tolist()
         logprobs: list[TokenLogprobs | None] | None = None
@@ -230,7 +240,9 @@ class TorchExecutor:
         return found
 
     def _score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Scores:
-        return Scores(tokens, *score(logits.float(), tokens, min(top, logits.shape[-1])))
+        """Score tokens, and send the scores to pinned host memory: reading them must not wait for the next step."""
+        found = score(logits.float(), tokens, min(top, logits.shape[-1]))
+        return Scores(*(each.to("cpu", non_blocking=True) for each in (tokens, *found)))
 
     def _send(self, indices: np.ndarray) -> torch.Tensor:
         """Indices on the device; `torch.tensor` there would wait for all that it is doing."""

@@ -15,10 +15,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
-from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, PrefixCacheReset, Stats
+from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, PrefixCacheReset, Stats, Unreadable
 
 log = logging.getLogger("chairlift")
 Told = Explained | PrefixCacheReset  # what answers a question
+_ENDED = "the engine process has ended; it is being started again"
 
 
 class Listener(Protocol):
@@ -29,6 +30,9 @@ class Listener(Protocol):
 
     def lose(self, message: str) -> None:
         """The engine is gone, and nothing more will come."""
+
+    def fail(self, message: str) -> None:
+        """The engine could not take the request, through no fault of its client."""
 
 
 class Watcher(Protocol):
@@ -54,6 +58,7 @@ class EngineClient:
         self._listeners: dict[int, Listener] = {}
         self._questions: dict[int, asyncio.Future[Told | None]] = {}
         self._next = secrets.randbits(40)  # news for an earlier process on this socket must not find a listener here
+        self._stale_ends = 0  # disconnections still to be read of engines that another has replaced already
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -110,9 +115,14 @@ class EngineClient:
         return self._next
 
     def submit(self, order: messages.Submit, listener: Listener) -> None:
-        """Hand a request to the engine; its news go to the listener until it is forgotten."""
+        """Hand a request to the engine; its news go to the listener until it is forgotten.
+
+        Without an engine the listener is told at once: the engine may have ended since the request was let in.
+        """
         self._listeners[order.key] = listener
-        self._send(order)
+        if not self._send(order):
+            del self._listeners[order.key]
+            listener.lose(self.trouble or "the engine does not take requests")
 
     def abort(self, key: int) -> None:
         """End a request; its listener hears no more."""
@@ -144,8 +154,9 @@ class EngineClient:
 
     async def _ask(self, order: messages.Explain | messages.ResetPrefixCache) -> Told | None:
         answer: asyncio.Future[Told | None] = asyncio.get_running_loop().create_future()
+        if not self._send(order):
+            return None
         self._questions[order.question] = answer
-        self._send(order)
         try:
             async with asyncio.timeout(self._beat.patience):
                 return await answer
@@ -154,12 +165,15 @@ class EngineClient:
         finally:
             self._questions.pop(order.question, None)
 
-    def _send(self, order: messages.Order) -> None:
+    def _send(self, order: messages.Order) -> bool:
+        """Send an order without waiting; False if there is no engine, or none that takes it."""
         if self.hello is None:
-            return  # whoever listens is told that the engine is gone
+            return False
         future: Any = self._socket.send(messages.encode(order), zmq.NOBLOCK)  # done at once, or refused
         if future.done() and future.exception() is not None:
             log.error("the engine does not take orders: %s", future.exception())
+            return False
+        return True
 
     # ---- news in
 
@@ -169,7 +183,10 @@ class EngineClient:
             try:
                 report = messages.decode_report(raw)
             except msgspec.DecodeError as error:
-                log.error("a report could not be read and was dropped: %s", error)
+                # It may have held tokens of any request here: an answer without them would be a wrong one.
+                log.error("a report of the engine could not be decoded: %s", error)
+                for waiting in list(self._listeners.values()):
+                    waiting.fail("a report of the engine could not be decoded")
                 continue
             match report:
                 case Batch(news, stats):
@@ -183,10 +200,17 @@ class EngineClient:
                                 listener.take(each)
                             except Exception:  # one answer's bug must not silence the others
                                 log.exception("news of a request could not be read")
-                                listener.lose("the answer could not be read")
+                                listener.fail("the answer could not be read")
                 case Explained(question) | PrefixCacheReset(question):
                     self._answer(question, report)
+                case Unreadable(key, message):
+                    self._answer(key, None)
+                    if (listener := self._listeners.pop(key, None)) is not None:
+                        listener.fail(message)
                 case Hello():
+                    if self.hello is not None:  # the end of the engine before it has yet to be seen
+                        self._stale_ends += 1
+                        self._lose(_ENDED)
                     self.hello, self.broken = report, None
                     self._tell(True)
                 case Broken(message):
@@ -196,8 +220,11 @@ class EngineClient:
     async def _watch(self) -> None:
         while True:
             await recv_monitor_message(self._monitor)  # it is only told of disconnections
+            if self._stale_ends:
+                self._stale_ends -= 1
+                continue
             self.hello = None
-            self._lose("the engine process has ended; it is being started again")
+            self._lose(_ENDED)
             self._tell(False)
 
     def _lose(self, message: str) -> None:

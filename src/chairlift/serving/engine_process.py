@@ -35,6 +35,7 @@ from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores,
 
 log = logging.getLogger("chairlift")
 
+FAULT = 4  # exit code of an engine whose device fails
 IDLE_MS = 400  # an idle engine shows itself alive this often
 _PART = 4096  # news in one message
 _BACKLOG = 100_000  # messages that an HTTP process may leave unread before its requests are ended
@@ -84,11 +85,15 @@ class Link:
         orders: list[messages.Order] = []
         while True:
             try:
-                orders.append(messages.decode_order(self._socket.recv(zmq.NOBLOCK)))
+                raw = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return orders
+            try:
+                orders.append(messages.decode_order(raw))
             except msgspec.DecodeError as error:
-                log.error("an order could not be read and was dropped: %s", error)
+                log.error("an order could not be decoded: %s", error)
+                if (key := messages.key_of(raw)) is not None:
+                    self.send(messages.Unreadable(key, f"the engine could not decode the request: {error}"))
 
     def tell(self, news: list[News], stats: Stats | None) -> bool:
         """A step's news, in messages of bounded size: beams come with all their tokens at once."""
@@ -104,6 +109,12 @@ class Link:
             return False
         return True
 
+    def close(self) -> None:
+        """Close the socket once what was sent has left, or after a second."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=1000)
+
 
 class EngineLoop:
     """Drives an engine for HTTP processes."""
@@ -118,16 +129,16 @@ class EngineLoop:
         self._questions: deque[tuple[Link, messages.Explain]] = deque()  # each HTTP process bounds its own
         self._swapped_out = self._swapped_in = 0  # blocks
         engine.on_step = self._count_swaps
-        context: zmq.Context[Any] = zmq.Context()
-        self._links = [Link(context, address) for address in job.sockets]
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._links = [Link(self._context, address) for address in job.sockets]
         self._poller = zmq.Poller()
         for link in self._links:
             link.register(self._poller)
 
     def run(self) -> None:
-        """Until the parent is gone."""
+        """Serve until the parent process is gone, or until the engine cannot run another step."""
         clock = self._engine.clock
-        while os.getppid() == self._parent:
+        while os.getppid() == self._parent and self._engine.fault is None:
             self._beat.touch(clock.now(), self._patience)
             # A batch that waits to be full has work, but nothing to do yet.
             pause = self._engine.pause if self._engine.has_work else inf
@@ -143,6 +154,11 @@ class EngineLoop:
                 # A step that took long shows how long one may take: the next such must not look like a standstill.
                 self._patience = max(self._patience, 3 * took)
                 self._report(outcome, took)
+        if self._engine.fault is not None:
+            log.error("the engine process ends, to be started again: %s", self._engine.fault)
+        for link in self._links:
+            link.close()
+        self._context.term()
 
     # ---- orders in
 
@@ -178,6 +194,9 @@ class EngineLoop:
             link.keys[order.key] = name
         except RequestError as error:
             link.send(Batch([News(order.key, 0, finish_reason=messages.REFUSED, error=str(error))]))
+        except Exception as error:  # a bug of ours: it must cost this request alone
+            log.exception("a request could not be taken")
+            link.send(messages.Unreadable(order.key, f"the engine could not take the request: {error}"))
 
     def _answer_questions(self) -> None:
         """One between two steps, so that nobody is slowed down by another's questions; all where no step is due."""
@@ -372,6 +391,8 @@ def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> 
     gc.collect()
     gc.freeze()  # what is loaded stays: to look at it again and again would stop the engine for a tenth of a second
     EngineLoop(engine, hello, job, slowest).run()
+    if engine.fault is not None:
+        sys.exit(FAULT)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ class Generation:
             salt=terms.salt,
         )
         self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
-        self._group.client.submit(order, self)
+        if not self.output.finished:  # the engine may have been lost with the prompt before
+            self._group.client.submit(order, self)
 
     # ---- what the engine says
 
@@ -150,6 +151,10 @@ class Generation:
     def lose(self, message: str) -> None:
         """The engine is gone."""
         self._fail(unavailable(message))
+
+    def fail(self, message: str) -> None:
+        """The engine could not take it."""
+        self._fail(broken(message))
 
     def _time(self, news: News) -> None:
         now, metrics = time.monotonic(), self.output.metrics

@@ -1,7 +1,7 @@
 """What crosses between an HTTP process and the engine's: numbers and names, typed and bounded; no prompt, no answer.
 
-Each is a msgspec struct, written as a MessagePack array behind a tag. A message that does not fit its type is a bug or
-an attack, and is dropped with a word in the log: it never reaches the scheduler.
+Each is a msgspec struct, written as a MessagePack array behind a tag. An order that does not fit its type is a bug or
+an attack: it never reaches the scheduler, and its sender is told so (Unreadable).
 """
 
 from __future__ import annotations
@@ -196,8 +196,29 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag=14):
     blocks: int  # that could have been shared until now
 
 
-Report = Hello | Batch | Broken | Explained | PrefixCacheReset
+class Unreadable(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The engine could not decode an order; no other reply to it follows."""
+
+    key: Key  # of the request or the question
+    message: str
+
+
+Report = Hello | Batch | Broken | Explained | PrefixCacheReset | Unreadable
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def key_of(raw: bytes) -> int | None:
+    """Return the key of an order that does not fit its type: it stands first, behind the tag.
+
+    >>> key_of(msgspec.msgpack.encode([1, 77, "no prompt"]))
+    77
+    """
+    try:
+        found = msgspec.msgpack.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    key = found[1] if isinstance(found, list) and len(found) > 1 else None
+    return key if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < 1 << 62 else None

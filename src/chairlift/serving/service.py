@@ -115,6 +115,8 @@ class Call:
         answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout, options.stream)
         answering.start(asked, self._admit)
         self.outputs = answering.outputs
+        if answering.failure is not None:  # the engine has ended since: a stream, too, can still have its own status
+            raise answering.failure
         name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
         if options.stream:
             return EventStream(answering, self._chunks(answering, options, name, chat), options, self.id)
