@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.request import Request
 from tiny import make_tiny_model
 
 pytestmark = [
@@ -136,3 +137,21 @@ def test_steps_of_every_size_give_the_same_tokens(tmp_path: Path) -> None:
         found = [each.outputs[0].token_ids for each in llm.generate(chatty(), params, progress=False)]
         expected = expected or found
         assert found == expected, step_tokens
+
+
+def test_reading_log_probabilities_does_not_wait_for_what_was_submitted_later(tmp_path: Path) -> None:
+    llm = LLM(str(make_tiny_model(tmp_path, tokenizer=False)), progress=False, device="cuda", max_sequences=4)
+    scheduler, executor = llm.engine.scheduler, llm.engine._executor
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    scheduler.submit(Request("r", [5, 6, 7, 8], params))
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        ticket = executor.submit(plan)
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second of work behind the step
+        behind = torch.cuda.Event()
+        behind.record()
+        result = executor.collect(ticket)
+        assert not behind.query(), "the step's results were read behind later work"
+        assert result.logprobs is not None and len(result.logprobs[0].top) == 3
+        scheduler.apply(plan, result)
+        torch.cuda.synchronize()

@@ -352,7 +352,7 @@ def test_hundreds_of_streams_at_once_are_all_read() -> None:
 def test_goodput_needs_every_target() -> None:
     record = Record(planned=1.0, asked=3, prompt_tokens=1, output_tokens=3, sent=1.0, end=1.3)
     record.chunks.extend([1.1, 1.2, 1.3])
-    assert times(record) == pytest.approx({"ttft": 100, "tpot": 100, "e2e": 300, "late": 0})
+    assert times(record) == pytest.approx({"ttft": 100, "tpot": 100, "gap": 100, "e2e": 300, "late": 0})
     assert is_good(record, read_targets(["ttft:101", "tpot:101", "e2e:301"]))
     for missed in ("ttft:99", "tpot:99", "e2e:299"):
         assert not is_good(record, read_targets(["ttft:1000", missed]))

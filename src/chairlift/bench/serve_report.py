@@ -20,7 +20,14 @@ from chairlift.core.errors import ChairliftError
 Targets = Mapping[str, float]  # milliseconds that a good answer does not exceed
 TARGETS = ("ttft", "tpot", "e2e")
 STATES = ("ok", "failed", "refused", "unfinished")
-LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end", "late": "sent late"}
+LABELS = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "gap": "longest gap of each answer",
+    "e2e": "end to end",
+    "late": "sent late",
+}
 SHOWN_ERRORS = 5
 
 
@@ -53,6 +60,8 @@ def times(record: Record) -> dict[str, float]:
         found["ttft"] = 1000 * (record.chunks[0] - record.planned)
         if record.output_tokens > 1 and "e2e" in found:
             found["tpot"] = (found["e2e"] - found["ttft"]) / (record.output_tokens - 1)
+        if len(record.chunks) > 1:
+            found["gap"] = 1000 * max(after - before for before, after in pairwise(record.chunks))
     return found
 
 

@@ -172,6 +172,7 @@ def serve(
     from chairlift.bench import serve, serve_report
     from chairlift.bench.arrivals import Demand
     from chairlift.bench.workloads import Lengths
+    from chairlift.engine.garbage import freeze_loaded, no_full_collections
 
     targets = serve_report.read_targets(goodput or [])
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -197,7 +198,8 @@ def serve(
     run = serve.Run(plan)
     was_interrupted = False
     try:
-        with progress_bar(len(plan.queries)) as tell:
+        freeze_loaded()  # a collection here would look like a gap in every answer
+        with progress_bar(len(plan.queries)) as tell, no_full_collections():
             asyncio.run(run.go(tell))
     except KeyboardInterrupt:
         if not run.records:

@@ -19,6 +19,7 @@ from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, Pr
 
 log = logging.getLogger("chairlift")
 Told = Explained | PrefixCacheReset  # what answers a question
+_TURN = 0.005  # seconds of reading reports after which the streams are written that wait to be
 _ENDED = "the engine process has ended; it is being started again"
 
 
@@ -178,8 +179,13 @@ class EngineClient:
     # ---- news in
 
     async def _receive(self) -> None:
+        resumed = 0.0
         while True:
-            raw: Any = await self._socket.recv()
+            report_comes: Any = self._socket.recv()
+            has_waited = not report_comes.done()
+            raw = await report_comes
+            if has_waited:
+                resumed = time.monotonic()
             try:
                 report = messages.decode_report(raw)
             except msgspec.DecodeError as error:
@@ -201,6 +207,9 @@ class EngineClient:
                             except Exception:  # one answer's bug must not silence the others
                                 log.exception("news of a request could not be read")
                                 listener.fail("the answer could not be read")
+                    if time.monotonic() - resumed > _TURN:  # `recv` does not wait while there are reports to read
+                        await asyncio.sleep(0)
+                        resumed = time.monotonic()
                 case Explained(question) | PrefixCacheReset(question):
                     self._answer(question, report)
                 case Unreadable(key, message):

@@ -29,6 +29,7 @@ from chairlift.core.plan import Event, Outcome, StepPlan, TokenLogprobs
 from chairlift.core.policies import Fair
 from chairlift.core.request import Request
 from chairlift.engine.engine import Engine
+from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores, Scored, Stats, Submit
@@ -36,6 +37,7 @@ from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores,
 log = logging.getLogger("chairlift")
 
 FAULT = 4  # exit code of an engine whose device fails
+_COLLECT_EVERY = 600.0  # seconds after which a full garbage collection is due even if requests run
 IDLE_MS = 400  # an idle engine shows itself alive this often
 _PART = 4096  # news in one message
 _BACKLOG = 100_000  # messages that an HTTP process may leave unread before its requests are ended
@@ -128,6 +130,7 @@ class EngineLoop:
         self._stats: Stats | None = None
         self._questions: deque[tuple[Link, messages.Explain]] = deque()  # each HTTP process bounds its own
         self._swapped_out = self._swapped_in = 0  # blocks
+        self._last_collection, self._has_run = 0.0, True
         engine.on_step = self._count_swaps
         self._context: zmq.Context[Any] = zmq.Context()
         self._links = [Link(self._context, address) for address in job.sockets]
@@ -138,13 +141,15 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the parent process is gone, or until the engine cannot run another step."""
         clock = self._engine.clock
+        postpone_full_collections()  # the prefix cache alone has tens of thousands of objects: 20 to 100 ms
         while os.getppid() == self._parent and self._engine.fault is None:
             self._beat.touch(clock.now(), self._patience)
             # A batch that waits to be full has work, but nothing to do yet.
             pause = self._engine.pause if self._engine.has_work else inf
             if pause:
                 self._report(Outcome())
-                self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause)))
+                if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause))):
+                    self._collect_garbage(clock.now())
             self._take_orders()
             self._answer_questions()
             if self._engine.has_work:
@@ -154,11 +159,24 @@ class EngineLoop:
                 # A step that took long shows how long one may take: the next such must not look like a standstill.
                 self._patience = max(self._patience, 3 * took)
                 self._report(outcome, took)
+                self._has_run = True
+                if before - self._last_collection > _COLLECT_EVERY:
+                    self._collect_garbage(before)
         if self._engine.fault is not None:
             log.error("the engine process ends, to be started again: %s", self._engine.fault)
         for link in self._links:
             link.close()
         self._context.term()
+
+    def _collect_garbage(self, now: float) -> None:
+        """Make a full collection, once after each time that requests have run; the next is of what is new since."""
+        if not self._has_run:
+            return
+        self._has_run, self._last_collection = False, now
+        if self._engine.has_work:
+            gc.collect()
+        else:
+            freeze_loaded()
 
     # ---- orders in
 
@@ -388,8 +406,6 @@ def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> 
             time.sleep(0.05)
         time.sleep(0.2)  # a message handed to ZeroMQ is not yet on its way, and LINGER is 0
         sys.exit(3)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: to look at it again and again would stop the engine for a tenth of a second
     EngineLoop(engine, hello, job, slowest).run()
     if engine.fault is not None:
         sys.exit(FAULT)

@@ -23,6 +23,7 @@ import uvicorn
 
 from chairlift.core.errors import ChairliftError, SettingsError
 from chairlift.core.settings import SchedulingSettings, Settings
+from chairlift.engine.garbage import freeze_loaded
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.sources import resolve
 from chairlift.serving import logs
@@ -229,6 +230,7 @@ class HttpProcess:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
+        freeze_loaded()  # or now and then a collection would stop every stream for a quarter of a second
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         lag = asyncio.create_task(self._watch_lag())
         await stopping.wait()
