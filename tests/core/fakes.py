@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import FinishReason, Request, Sequence
 
 VOCAB = 64
@@ -53,6 +53,44 @@ def answer_to(request: Request, index: int, limit: int) -> tuple[list[int], Fini
     return tokens, FinishReason.LENGTH
 
 
+def likeliest(mark: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens behind a context that ends with `mark`, with log-probabilities that are all distinct."""
+    first = hash((mark, "first")) % VOCAB
+    return [((first + 5 * i) % VOCAB, -0.2 * (i + hash((mark, i)) % 1000 / 1000)) for i in range(min(count, VOCAB))]
+
+
+def beams_to(request: Request, limit: int) -> list[tuple[list[int], FinishReason]]:
+    """What a beam search of the model gives, alone and without a cache, written apart from the one in the core."""
+    params, stops = request.params, request.stop_ids
+    width, longest = params.width, limit - len(request.prompt)
+    spare = 1 + max(1, len(stops))
+    going: list[tuple[float, list[int], int]] = [(0.0, [], marks_of(request.prompt)[-1])]
+    ended: list[tuple[float, list[int]]] = []
+    for length in range(1, longest + 1):
+        offers = [
+            (score + logprob, [*tokens, token], mark_after(mark, token))
+            for score, tokens, mark in going
+            for token, logprob in likeliest(mark, width * spare)
+        ]
+        offers = sorted(offers, key=lambda offer: -offer[0])[: spare * width]
+        is_full, going = len(ended) == width, []
+        for rank, (score, tokens, mark) in enumerate(offers):
+            if tokens[-1] in stops or length == longest:
+                if rank < width and not (is_full and params.early_stopping is True):
+                    ended.append((score / length**params.length_penalty, tokens))
+            elif len(going) < width:
+                going.append((score, tokens, mark))
+        ended = sorted(ended, key=lambda beam: -beam[0])[:width]
+        if not going:
+            break
+        reach = longest if params.early_stopping == "never" and params.length_penalty > 0 else length
+        best = going[0][0] / reach**params.length_penalty
+        if len(ended) == width and (params.early_stopping is True or best <= ended[-1][0]):
+            break
+    found = [tokens for _, tokens in ended[: params.n]]
+    return [(each, FinishReason.STOP if each[-1] in stops else FinishReason.LENGTH) for each in found]
+
+
 class ManualClock:
     """Time that passes only when told."""
 
@@ -76,13 +114,14 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     seed: int = 0
     index: int = 0
+    owner: Sequence | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A pass under way. It holds numbers only: nothing of the plan is read after `submit`."""
 
-    tokens: list[int]
+    result: StepResult
 
 
 class FakeExecutor:
@@ -118,7 +157,7 @@ class FakeExecutor:
         self._move_blocks(plan)
         flat = self._write(plan)
         self._verify_contexts(plan)
-        ticket = Ticket(self._sample(plan, flat))
+        ticket = Ticket(StepResult(*self._sample(plan, flat), self._score_prompts(plan)))
         self._in_flight.append(ticket)
         return ticket
 
@@ -129,7 +168,7 @@ class FakeExecutor:
         if self.breaks_at_collect:
             self.breaks_at_collect = False
             raise BrokenPassError("the device never answered")
-        return StepResult(ticket.tokens)
+        return ticket.result
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Take in who sat down and whose table changed, and copy blocks: all are read before any is written."""
@@ -153,7 +192,11 @@ class FakeExecutor:
             row.tokens, row.marks = list(sequence.tokens), marks_of(sequence.tokens)
             row.blocks = list(sequence.table.blocks)
             row.seed, row.index = sequence.request.seed, sequence.index
-            if sequence in starts or sequence not in plan.samples:  # siblings share what they have
+            is_moved = (
+                row.owner is sequence and sequence.beams is not None
+            )  # it goes on in blocks that it has, or shares
+            row.owner = sequence
+            if not is_moved and (sequence in starts or sequence not in plan.samples):  # siblings share what they have
                 self._spoil(row.blocks[starts.get(sequence, sequence.computed) // self.block_size :])
         for target, marks in returning.items():
             self._write_block(target, marks)
@@ -200,8 +243,9 @@ class FakeExecutor:
                 wrong = [at for at, (is_, must) in enumerate(zip(context, row.marks, strict=False)) if is_ != must]
                 complain(f"{sequence} reads 0:{end}, but the cache holds something else at {wrong} of {row.blocks}")
 
-    def _sample(self, plan: StepPlan, flat: list[int]) -> list[int]:
+    def _sample(self, plan: StepPlan, flat: list[int]) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         sampled: list[int] = []
+        scores: list[TokenLogprobs | None] = []
         for sequence, at in zip(plan.samples, plan.sampled_at, strict=True):
             row, position = self.rows[sequence.row], sequence.computed
             if position != len(row.tokens):
@@ -210,7 +254,20 @@ class FakeExecutor:
             row.tokens.append(token)
             row.marks.append(mark_after(row.marks[-1], token))
             sampled.append(token)
-        return sampled
+            wanted = sequence.request.scored
+            scores.append(None if wanted is None else TokenLogprobs(token, -1.0, 1, likeliest(flat[at], wanted)))
+        return sampled, scores if any(scores) else None
+
+    def _score_prompts(self, plan: StepPlan) -> list[tuple[Sequence, PromptLogprobs]] | None:
+        """The scores of prompt tokens, each from the token before it."""
+        found = []
+        for sequence, start, count in plan.slices:
+            last = min(start + count, sequence.prompt_length - 1)
+            if sequence.request.params.prompt_logprobs is not None and sequence.index == 0 and start < last:
+                tokens = self.rows[sequence.row].tokens[start + 1 : last + 1]
+                entries = [TokenLogprobs(token, -1.0, 1, []) for token in tokens]
+                found.append((sequence, PromptLogprobs(start + 1, entries)))
+        return found or None
 
     def _leave_garbage(self, plan: StepPlan) -> None:
         """A pass that broke half-way: everything it would have written may hold anything."""

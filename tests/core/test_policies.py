@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_properties import QUIET, cause_trouble, quiet_engine, shapes, words
+from test_properties import QUIET, cause_trouble, quiet_engine, sampling, shapes, words
 from world import Shape, World
 
 from chairlift.core.batching import GATES
@@ -54,7 +54,7 @@ def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
 def walk(shape: Shape, chosen: SchedulingSettings, seed: int) -> World:
     """Let things happen at random until enough have, then let everything end."""
     random = Random(seed)
-    world = World(shape, chosen)
+    world = World(shape, chosen, beams=random.random() < 0.3)
     crowd = random.randint(1, 3 * shape.seats)
     haste, trouble = random.random(), random.choice((0.0, 0.0, 0.02, 0.2))
     eos = random.choice((0, 1, 4))
@@ -76,9 +76,11 @@ def walk(shape: Shape, chosen: SchedulingSettings, seed: int) -> World:
 def submit_anything(world: World, random: Random, eos: int) -> None:
     longest = world.shape.max_length
     now = world.clock.now()
+    n = random.randint(1, world.shape.seats) if random.random() < 0.2 else 1
     world.submit(
         words(world, random, 1 + int((longest - 2) * random.random() ** 2)),
-        n=random.randint(1, world.shape.seats) if random.random() < 0.2 else 1,
+        n=n,
+        sampling=sampling(world, random, n),
         max_tokens=None if random.random() < 0.1 else random.randint(1, longest),
         eos=eos,
         seed=random.getrandbits(32),
@@ -95,6 +97,8 @@ def watch_order(world: World, chosen: SchedulingSettings) -> None:
     """Where there is one lane, whoever sat down stands before all who still wait: ages and lengths are in the rank."""
     scheduler = world.scheduler
     if chosen.policy not in ("fcfs", "priority", "sjf") or not len(scheduler.waiting):
+        return
+    if world.beams:  # how many blocks they need is known late: they may be preempted for one that was just seated
         return
     first = min(sequence.rank for sequence in scheduler.waiting)
     for sequence in scheduler.newcomers:

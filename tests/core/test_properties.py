@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 from fakes import VOCAB
@@ -55,7 +56,7 @@ def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
 def walk(shape: Shape, seed: int, events: int) -> World:
     """Let things happen at random until `events` have, then let everything end."""
     random = Random(seed)
-    world = World(shape)
+    world = World(shape, beams=random.random() < 0.3)
     crowd = random.randint(1, 3 * shape.seats)  # how many requests may be in the world
     haste = random.random()  # how fast newcomers come
     trouble = random.choice((0.0, 0.0, 0.02, 0.2))  # how often somebody leaves or something breaks
@@ -85,7 +86,27 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
         eos=eos,
         seed=random.getrandbits(32),
         salt="a" if random.random() < 0.1 else "",
+        sampling=sampling(world, random, n),
     )
+
+
+def sampling(world: World, random: Random, n: int) -> dict[str, Any]:
+    """What else a request may ask for."""
+    if world.beams and random.random() < 0.4:
+        return {
+            "use_beam_search": True,
+            "best_of": max(n, random.randint(1, 4)),
+            "length_penalty": random.choice((0.0, 1.0, -1.0)),
+            "early_stopping": random.choice((True, False, "never")),
+        }
+    chosen: dict[str, Any] = {}
+    if random.random() < 0.1:
+        chosen["logprobs"] = random.randint(0, 2)
+    if random.random() < 0.1:
+        chosen["prompt_logprobs"] = 0
+    if random.random() < 0.1:
+        chosen["best_of"] = min(n + 1, max(n, world.shape.seats))
+    return chosen
 
 
 def words(world: World, random: Random, count: int) -> list[int]:
@@ -112,7 +133,19 @@ def cause_trouble(world: World, random: Random) -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
 def test_half_a_million_random_events_break_no_promise(overlap: bool, record_property: pytest.RecordProperty) -> None:
     seen = dict.fromkeys(
-        ("events", "preemptions", "resumed", "copied", "failed", "aborted", "cached", "evicted", "returned"), 0
+        (
+            "events",
+            "preemptions",
+            "resumed",
+            "copied",
+            "failed",
+            "aborted",
+            "cached",
+            "evicted",
+            "returned",
+            "searches",
+        ),
+        0,
     )
 
     @settings(QUIET, max_examples=WALKS)
@@ -126,6 +159,7 @@ def test_half_a_million_random_events_break_no_promise(overlap: bool, record_pro
         seen["copied"] += world.executor.copied
         seen["failed"] += counters.failed
         seen["aborted"] += counters.aborted
+        seen["searches"] += world.searches
         seen["cached"] += counters.cached_tokens
         cache = world.scheduler.memory.prefix_cache
         seen["evicted"] += 0 if cache is None else cache.evictions

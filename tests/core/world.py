@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fakes import VOCAB, FakeExecutor, ManualClock, answer_to
+from fakes import VOCAB, FakeExecutor, ManualClock, answer_to, beams_to
 
 from chairlift.core.assemble import parts
 from chairlift.core.blocks import BlockPool
@@ -67,6 +67,7 @@ class Record:
     seated_by: int  # the plan in which it has a seat at the latest
     ended_by: int  # the plan after which it has ended at the latest
     received: list[int] = field(default_factory=list)  # how many tokens of each answer
+    scored: dict[int, int] = field(default_factory=dict)  # tokens of the prompt whose scores came, by position
     ended: dict[int, FinishReason] = field(default_factory=dict)
 
     @property
@@ -104,7 +105,7 @@ class WatchedScheduler(Scheduler):
         assert step.tokens <= limits.step_tokens, f"{step.tokens} tokens in a step of {limits.step_tokens}"
         assert len(running) <= limits.max_sequences, f"{len(running)} sequences in {limits.max_sequences} seats"
         for sequence in (*running, *self.waiting):
-            assert sequence.preemptions <= 3, f"{sequence} had to yield {sequence.preemptions} times"
+            assert sequence.preemptions <= 3 or sequence.beams, f"{sequence} was preempted {sequence.preemptions} times"
         if self.is_fcfs and running and len(self.waiting):
             first = min(sequence.rank for sequence in self.waiting)
             assert running[-1].rank < first, f"{running[-1]} has overtaken one that waits"
@@ -159,8 +160,9 @@ class WatchedScheduler(Scheduler):
 class World:
     """Submits, aborts, stops, breaks and steps; and holds every answer against what the model says alone."""
 
-    def __init__(self, shape: Shape, settings: SchedulingSettings | None = None) -> None:
+    def __init__(self, shape: Shape, settings: SchedulingSettings | None = None, *, beams: bool = False) -> None:
         self.shape = shape
+        self.beams = beams  # whether requests may be for beams, of which what is promised of fcfs does not hold
         limits = Limits(shape.seats, shape.step_tokens, shape.max_length, VOCAB)
         host = BlockPool(shape.host_blocks, shape.block_size)
         pool = BlockPool(shape.blocks, shape.block_size)
@@ -168,7 +170,9 @@ class World:
         disk = BlockPool(shape.disk_blocks, shape.block_size)
         cache = PrefixCache(pool, (host, disk), Cost()) if shape.caches else None
         self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
-        self.scheduler.is_fcfs = settings is None
+        self.scheduler.is_fcfs = settings is None and not beams
+        self.searches = 0  # requests for beams that were let in
+        self._idle_steps = 0  # in a row
         self.executor = FakeExecutor(
             shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks, shape.disk_blocks
         )
@@ -186,10 +190,20 @@ class World:
 
     # ---- what can happen
 
-    def submit(self, prompt: list[int], n: int, max_tokens: int | None, eos: int, seed: int, **more: Any) -> None:
+    def submit(
+        self,
+        prompt: list[int],
+        n: int,
+        max_tokens: int | None,
+        eos: int,
+        seed: int,
+        sampling: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         """Ask for something that may be impossible: then it must be refused, and nothing else."""
         shape = self.shape
-        params = SamplingParams(n=n, max_tokens=max_tokens)
+        params = SamplingParams(n=n, max_tokens=max_tokens, **(sampling or {}))
+        n = params.width
         request = Request(
             f"r{self.submitted}",
             prompt,
@@ -201,6 +215,9 @@ class World:
         )
         self.submitted += 1
         is_possible = 0 < len(prompt) < shape.max_length and n <= shape.seats
+        limit = shape.max_length if max_tokens is None else min(shape.max_length, len(prompt) + max_tokens)
+        if params.use_beam_search:
+            is_possible = is_possible and n * self.scheduler.pool.blocks_for(limit) <= shape.blocks
         try:
             self.engine.submit(request)
         except RequestError:
@@ -208,10 +225,15 @@ class World:
             self.refused += 1
             return
         assert is_possible, f"{len(prompt)} tokens and n={n} should not fit {shape}"
-        limit = shape.max_length if max_tokens is None else min(shape.max_length, len(prompt) + max_tokens)
         turns = shape.turns(len(prompt), limit)
         ahead = self.scheduler.plans + sum(record.turns * record.sequences_left for record in self.live.values())
         answers = [answer_to(request, index, limit) for index in range(n)]
+        if params.use_beam_search:
+            answers, turns = (
+                beams_to(request, limit),
+                n * (turns + limit),
+            )  # each token is chosen before the next begins
+            self.searches += 1
         self.live[request.id] = Record(request, answers, turns, ahead + 1, ahead + turns * n, [0] * n)
 
     def abort(self, request_id: str) -> None:
@@ -237,7 +259,9 @@ class World:
 
     def step(self) -> None:
         """One step of the engine; all it says must be true, and in time."""
+        self.engine._failed_steps = 0  # here passes break by chance, and however many in a row the next may succeed
         events = self.engine.step()
+        self._watch_progress()
         plans = self.scheduler.plans
         for sequence in self.scheduler.newcomers if self.scheduler.is_fcfs else ():
             record = self.live[sequence.request.id]
@@ -245,6 +269,14 @@ class World:
         self._read(events)
         for record in self.live.values() if self.scheduler.is_fcfs else ():
             assert plans < record.ended_by, f"{record} has not ended by plan {record.ended_by}"
+
+    def _watch_progress(self) -> None:
+        """Requests that are here and neither wait for a batch to fill nor for a pass in flight must be computed."""
+        is_idle = self.engine.has_work and not self.engine.last_tokens and not self.engine.pause
+        self._idle_steps = self._idle_steps + 1 if is_idle and self.engine._in_flight is None else 0
+        assert self._idle_steps < 10, (
+            f"nothing is computed any more: {self.scheduler.running} {[*self.scheduler.waiting]}"
+        )
 
     def drain(self) -> None:
         """Step until nothing is left: under fcfs the bound on waiting makes sure that this ends, else a count."""
@@ -270,7 +302,15 @@ class World:
         for event in events:
             sequence = event.sequence
             key = sequence.request.id, sequence.index
-            record = self.live[sequence.request.id]
+            record = self.live.get(sequence.request.id)
+            if sequence.beams is not None and (record is None or sequence.index >= len(record.answers)):
+                self.scheduler.yielded.discard(sequence)
+                continue  # one of more beams than there are answers ends with its request
+            assert record is not None, f"{sequence} was heard of after its request's end"
+            if event.prompt_logprobs is not None:
+                start, entries = event.prompt_logprobs
+                record.scored |= {start + i: entry.token for i, entry in enumerate(entries)}
+                continue
             tokens, reason = record.answers[sequence.index]
             assert sequence.index not in record.ended, f"{sequence} was heard of after its end"
             if event.token is not None:
@@ -280,6 +320,11 @@ class World:
                 )
                 record.received[sequence.index] = place + 1
                 self.speaking[key] = sequence
+                if record.request.params.prompt_logprobs is not None:
+                    assert record.scored == dict(enumerate(record.request.prompt[1:], 1)), (
+                        "not all were scored, or wrong"
+                    )
+                assert (event.logprobs is None) == (record.request.scored is None)
                 natural = reason if place + 1 == len(tokens) else None
                 assert event.finish_reason is natural, f"{sequence} said {event.finish_reason}, not {natural}"
             if event.finish_reason is not None:
@@ -289,7 +334,9 @@ class World:
         sequence, reason = event.sequence, event.finish_reason
         assert reason is not None
         assert sequence.phase is Phase.DONE
-        assert sequence.output == record.answers[sequence.index][0][: record.received[sequence.index]]
+        is_search = sequence.beams is not None
+        received = record.received[sequence.index]
+        assert sequence.output == record.answers[sequence.index][0][:received] or (is_search and not received)
         if sequence in self.scheduler.yielded:
             # It ended while it waited: with a token, only if that was in flight when it yielded.
             assert event.token is None or self.shape.overlap
@@ -297,8 +344,8 @@ class World:
         record.ended[sequence.index] = reason
         self.heard = [*self.heard[-7:], list(sequence.tokens)]
         self.speaking.pop((sequence.request.id, sequence.index), None)
-        if reason in (FinishReason.ABORT, FinishReason.ERROR) and not sequence.is_forked:
-            record.ended |= dict.fromkeys(range(1, len(record.answers)), reason)  # siblings that were never born
+        if reason in (FinishReason.ABORT, FinishReason.ERROR) and (not sequence.is_forked or is_search):
+            record.ended |= dict.fromkeys(range(len(record.answers)), reason)  # siblings that were never born
         assert (reason is FinishReason.ERROR) == (event.error is not None)
         if not record.sequences_left:
             del self.live[sequence.request.id]

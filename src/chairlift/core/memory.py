@@ -52,8 +52,13 @@ class Memory:
     # Three questions look a sequence up in the prefix cache, unless they are given the path that `look_up` has found.
 
     def needs(self, sequence: Sequence, path: list[Node] | None = None) -> int:
-        """Blocks that a waiting sequence takes with its seat, of those that can be had."""
-        path = self._find(sequence) if path is None else path
+        """Blocks that a waiting sequence and its followers take with their seats, of those that can be had."""
+        own = self._needs(sequence, self._find(sequence) if path is None else path)
+        look = self._find if path is None else self.look_up
+        # Followers may share blocks with it, which are then counted twice: all beams fit side by side (check_beams).
+        return own + sum(self._needs(each, look(each)) for each in sequence.followers)
+
+    def _needs(self, sequence: Sequence, path: list[Node]) -> int:
         shared = len(path)
         while shared and not ((block := path[shared - 1].block) >= 0 and self.pool.is_held(block)):
             shared -= 1  # nobody has it yet, so it is one less for others
@@ -64,8 +69,11 @@ class Memory:
         return self.pool.missing(sequence.table, min(sequence.length, sequence.limit))
 
     def is_settled(self, sequence: Sequence) -> bool:
-        """Whether it has yielded often enough."""
-        return sequence.preemptions >= _YIELDS
+        """Whether it has been preempted so often that it now has all its memory, and is not preempted again.
+
+        Beams never have: they fork at every token, so that none of them can own the blocks it will need.
+        """
+        return sequence.preemptions >= _YIELDS and sequence.beams is None
 
     def has_room(self, sequence: Sequence, is_alone: bool, path: list[Node] | None = None) -> bool:
         """Whether it fits, with the watermark to spare unless nobody runs."""
@@ -319,8 +327,6 @@ class Memory:
     def _claim(self, sequence: Sequence) -> int:
         """Tokens it must have room for: what is known, or all it can become if it has yielded too often.
 
-        Not before it forks, nor beams, which fork all the time: siblings share its blocks, and none may share one that
-        another is yet to write.
+        Not before it forks: siblings share its blocks, and none may share one that another is yet to write.
         """
-        may_share = sequence.beams is not None or not sequence.is_forked
-        return sequence.limit if self.is_settled(sequence) and not may_share else len(sequence.tokens)
+        return sequence.limit if self.is_settled(sequence) and sequence.is_forked else len(sequence.tokens)

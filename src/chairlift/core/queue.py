@@ -27,14 +27,14 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, in no order."""
-        entries = (entry for heap in self._lanes.values() for entry in heap)
-        return (sequence for _, sequence in entries if sequence.phase is Phase.WAITING)
+        """All that wait, followers too, in no order."""
+        heads = (head for heap in self._lanes.values() for _, head in heap if head.phase is Phase.WAITING)
+        return (sequence for head in heads for sequence in head.group)
 
     def push(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Join at the place that lane and rank give."""
+        """Join at the place that lane and rank give; followers have no place of their own."""
         heappush(self._lanes.setdefault(self._policy.lane(sequence, now), []), (sequence.rank, sequence))
-        self._size += 1
+        self._size += len(sequence.group)
         self._entries += 1
 
     def peek(self, now: float = 0.0) -> Sequence | None:
@@ -53,7 +53,7 @@ class WaitingQueue:
         for heap in self._lanes.values():
             if heap and heap[0][1] is sequence:
                 heappop(heap)
-                self._size -= 1
+                self._size -= len(sequence.group)
                 self._entries -= 1
                 return
         raise AssertionError(f"{sequence} is first in no lane")
@@ -84,7 +84,9 @@ class WaitingQueue:
         for heap in self._lanes.values():
             for _, sequence in heap:
                 if sequence.phase is Phase.WAITING:
-                    sequence.rank = (self._policy.key(sequence), sequence.order, sequence.index)
+                    key = self._policy.key(sequence)
+                    for each in sequence.group:  # one key, so that they stand side by side in the batch
+                        each.rank = (key, each.order, each.index)
         self._rebuild()
 
     def _rebuild(self) -> None:
@@ -94,7 +96,7 @@ class WaitingQueue:
             self._lanes[lane] = alive
             if not alive:
                 del self._lanes[lane]
-        self._entries = self._size
+        self._entries = sum(map(len, self._lanes.values()))
 
     def _head(self, lane: Lane, now: float) -> Sequence | None:
         """The first of a lane; dead entries and those that belong to another lane by now are moved out of the way."""

@@ -77,6 +77,7 @@ class Sequence:
         "cached",
         "computed",
         "expected",
+        "followers",
         "index",
         "is_forked",
         "last",
@@ -117,6 +118,7 @@ class Sequence:
         self.table = BlockTable()
         self.saved = BlockTable()  # blocks in host memory while it is away
         self.beams: Beams | None = None  # the search that it is part of
+        self.followers: list[Sequence] = []  # preempted beams that are resumed together with this one
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
         self.last = limit - 1  # while it has fewer tokens, one more does not end it by its length; 0: it has ended
@@ -133,8 +135,13 @@ class Sequence:
 
     @property
     def seats(self) -> int:
-        """Seats it needs in the batch: all its siblings' until it forks."""
-        return 1 if self.is_forked else self.request.params.width
+        """Seats it needs in the batch: all its siblings' until it forks, and those of its followers."""
+        return (1 if self.is_forked else self.request.params.width) + len(self.followers)
+
+    @property
+    def group(self) -> list[Sequence]:
+        """The sequences that are admitted together: this one and its followers."""
+        return [self, *self.followers]
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.id}#{self.index} {self.phase.name} {self.computed}/{self.length})"

@@ -298,8 +298,10 @@ class Scheduler:
                 if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - known, room):
                     self.blocked_by = "tokens"
                     break
+                group = sequence.group
                 self.seats.take(step, sequence, now)
-                self._take_chunk(step, sequence)
+                for each in group:
+                    self._take_chunk(step, each)
         if self.blocked_by != "tokens":  # who did not fit for want of tokens may join the same batch in the next step
             self.gate.close()
 

@@ -36,15 +36,17 @@ class Seats:
         return "" if self._memory.has_room(sequence, not self.running) else "blocks"
 
     def take(self, step: StepPlan, sequence: Sequence, now: float) -> None:
-        """The first in line sits down, with seats for all its siblings to come."""
+        """Seat the first in line with its followers; it has seats for all its siblings to come."""
         self._waiting.take(sequence)
-        self._memory.seat(step, sequence)
-        if sequence.started is None:
-            sequence.cached = sequence.computed
-            self._counters.prompt_tokens += sequence.prompt_length
-            self._counters.cached_tokens += sequence.cached
         self.free -= sequence.seats
-        self.place(step, sequence, now)
+        group, sequence.followers = sequence.group, []
+        for each in group:
+            self._memory.seat(step, each)
+            if each.started is None:
+                each.cached = each.computed
+                self._counters.prompt_tokens += each.prompt_length
+                self._counters.cached_tokens += each.cached
+            self.place(step, each, now)
 
     def place(self, step: StepPlan, sequence: Sequence, now: float | None) -> None:
         """Give one a row that has its seat already."""
@@ -79,10 +81,11 @@ class Seats:
             victim = self._policy.yields_to(newcomer, may_yield)
             if victim is None:
                 return False  # all who would yield are too few: then nobody does
-            may_yield.remove(victim)
             victims.append(victim)
-            seats += victim.seats
-            blocks += len(victim.table.blocks) + memory.growth(victim)
+            for each in _together(victim):
+                may_yield.remove(each)
+                seats += each.seats
+                blocks += len(each.table.blocks) + memory.growth(each)
         if not victims and self._policy.yields_to(newcomer, may_yield) is None:
             return False  # there is room but for the watermark, and nobody whom the newcomer may put at risk
         for victim in victims:
@@ -109,7 +112,8 @@ class Seats:
         """Whether a beam goes on in this step: not while others have yet to offer, nor without room for all of them."""
         if sequence.computed >= len(sequence.tokens):
             return False
-        together = [each for each in beams.members if each.phase is Phase.RUNNING]
+        # Those before it have their slice of this step already, and with it the room for its token.
+        together = [each for each in beams.members if each.computed < len(each.tokens)]
         while sum(map(self._memory.growth, together)) > self._memory.pool.available:
             behind = self.running[self.running.index(together[-1]) + 1 :]
             others = [each for each in behind if self._may_yield(step, each)]
@@ -123,19 +127,19 @@ class Seats:
         return not self._memory.is_settled(sequence) and not (step.placed and sequence in step.placed)
 
     def _preempt(self, step: StepPlan, victim: Sequence) -> None:
-        """It gives up its seat and its blocks; of beams, all do: they go on together or not at all."""
+        """Take a sequence's seat and blocks; those of all its beams, which are preempted and resumed as one."""
         if victim.beams is not None:
             victim.beams.withdraw()
-        for each in [victim] if victim.beams is None else victim.beams.members:
-            if each.phase is not Phase.RUNNING:
-                continue
+        group = _together(victim)
+        for each in group:
             self.leave(each)
             self._memory.yield_all(step, each)
             each.phase = Phase.WAITING
             each.preemptions += 1
-            self._waiting.push(each, 0.0)  # with the rank it had: it keeps its place in the queue
             step.preempted.append(each)
             self._counters.preemptions += 1
+        group[0].followers = group[1:]
+        self._waiting.push(group[0], 0.0)  # with the rank it had: it keeps its place in the queue
 
     def check(self, running: list[Sequence]) -> None:
         """Prove that every seat and every row is taken once or free."""
@@ -144,3 +148,8 @@ class Seats:
         assert self.free + sum(sequence.seats for sequence in running) == self._count
         rows = [sequence.row for sequence in running]
         assert sorted(rows + self._rows) == list(range(self._count))
+
+
+def _together(sequence: Sequence) -> list[Sequence]:
+    """The running sequences that are preempted as one: all beams of a search, or a sequence alone."""
+    return [sequence] if sequence.beams is None else sorted(sequence.beams.members, key=_by_rank)
