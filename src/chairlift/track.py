@@ -7,7 +7,7 @@ from collections.abc import Callable
 from chairlift.core.plan import PromptLogprobs, TokenLogprobs
 from chairlift.core.request import FinishReason, Request, Sequence
 from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
-from chairlift.text.answer import best, describe, readers_of
+from chairlift.text.answer import AnswerReader, best, describe, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
 
@@ -56,21 +56,18 @@ class Track:
         error: str | None = None,
     ) -> bool:
         """Take in one event; True if the answer's text just met a stop string, so that the sequence must be stopped."""
-        output, index = self.output, sequence.index
-        if prompt_scores is not None and output.prompt_logprobs is not None:
-            start, entries = prompt_scores
-            output.prompt_logprobs[start : start + len(entries)] = [describe(e, self._tokenizer) for e in entries]
-        if index >= len(self._readers):
+        if prompt_scores is not None:
+            self._read_prompt_scores(prompt_scores)
+        if token is None and ended is None:
+            return False  # news of the prompt alone
+        if sequence.index >= len(self._readers):
             return False  # one of more beams than there are answers ends with its request
-        reader = self._readers[index]
-        was_open = reader.answer.finish_reason is None
-        metrics = output.metrics
-        if was_open and not self._is_watched:
-            begin, end = sequence.prompt_length + len(reader.answer.token_ids), len(sequence.tokens)
-            missed = sequence.tokens[begin : end if token is None else end - 1]
-            reader.catch_up(missed)
-            metrics.output_tokens += len(missed)
+        output, index, reader = self.output, sequence.index, self._readers[sequence.index]
+        was_open = not reader.has_ended()
+        if was_open and not self._is_watched and not self._catch_up(reader, sequence, token):
+            token = None
         new = reader.read(token, ended, scored, error)
+        metrics = output.metrics
         if token is not None:
             if metrics.first_token is None:
                 metrics.first_token, metrics.started = now(), sequence.started
@@ -88,6 +85,26 @@ class Track:
             output.finished, metrics.finished = True, now()
             output.outputs = best(output.outputs, self.request.params.n)
         return was_open and ended is None
+
+    def _catch_up(self, reader: AnswerReader, sequence: Sequence, token: int | None) -> bool:
+        """Read the tokens before `token` that were not told one by one; whether `token` itself is still unread.
+
+        The number of tokens read decides what is new, not the number of events: a token is read once, whatever tells
+        of it.
+        """
+        unread = sequence.tokens[sequence.prompt_length + len(reader.answer.token_ids) :]
+        is_new = token is not None and bool(unread)
+        if is_new:
+            unread.pop()
+        reader.catch_up(unread)
+        self.output.metrics.output_tokens += len(unread)
+        return is_new
+
+    def _read_prompt_scores(self, scores: PromptLogprobs) -> None:
+        told = self.output.prompt_logprobs
+        if told is not None:
+            start, entries = scores
+            told[start : start + len(entries)] = [describe(entry, self._tokenizer) for entry in entries]
 
     def take_chunks(self) -> list[Chunk]:
         """What has come since the last call."""
