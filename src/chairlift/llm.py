@@ -19,15 +19,14 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.execution.build import Built, build
+from chairlift.keywords import check_params, either, refuse_unknown
 from chairlift.models.sources import DEFAULT_MODEL
 from chairlift.outputs import Chunk, RequestOutput
-from chairlift.text.template import render
-from chairlift.text.tokenizer import Tokenizer
+from chairlift.prompts import Message, Prompt, PromptReader, as_list
 from chairlift.track import Track
 from chairlift.vocabulary import read_tokenizer, spell_bad_words
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams]
 K = TypeVar("K")
 
 
@@ -48,7 +47,8 @@ class LLM:
         self.engine = self._built.engine
         self.config = self._built.config
         self.capacity = self._built.capacity
-        self.tokenizer, self._no_tokenizer = read_tokenizer(self._built.checkpoint)
+        self.tokenizer, missing = read_tokenizer(self._built.checkpoint)
+        self._reader = PromptReader(model, self.tokenizer, missing)
         self._ids = count()
         self._seeds = random.Random(self.settings.model.seed)
         self._tracks: dict[str, Track] = {}
@@ -57,17 +57,21 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         progress: bool | None = None,
+        use_tqdm: bool | None = None,
+        **unknown: Any,
     ) -> list[RequestOutput]:
-        """Answer prompts (text or token ids), all in one continuous batch, in the order given."""
+        """Answer prompts (text or token ids), all in one continuous batch, in the order given.
+
+        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
+        """
+        refuse_unknown(unknown, is_chat=False)
         listed = as_list(prompts)
-        choices = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
-        if len(choices) != len(listed):
-            raise RequestError(
-                f"{len(listed)} prompts came with {len(choices)} sampling params: give one, or one for each"
-            )
+        choices = self._choose(either("params", params, "sampling_params", sampling_params), len(listed))
+        progress = either("progress", progress, "use_tqdm", use_tqdm)
         tracks: list[Track] = []
         tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_begin_early else math.inf
         with no_full_collections():
@@ -86,20 +90,32 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | None = None,
         *,
+        sampling_params: Params | None = None,
         progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; further keywords go to the chat template."""
+        """Answer one conversation or several; further keywords are those of `chat_prompt`."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = messages if several else [messages]
-        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params, progress=progress)
+        conversations: Any = messages if several else [messages]
+        prompts = [self._reader.chat(conversation, **template) for conversation in conversations]
+        params = either("params", params, "sampling_params", sampling_params)
+        return self.generate(prompts, params, progress=either("progress", progress, "use_tqdm", use_tqdm))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool | None = None,  # a stream has no bar
+        **unknown: Any,
+    ) -> Iterator[Chunk]:
         """Answer one prompt piece by piece; leaving the loop early ends the request."""
-        params = params or SamplingParams()
+        refuse_unknown(unknown, is_chat=False)
+        [params] = self._choose(either("params", params, "sampling_params", sampling_params), 1)
         if params.width > params.n:
             raise RequestError(
                 f"best_of is {params.best_of} and n is {params.n}: which answers are the best is known at their end; "
@@ -108,10 +124,17 @@ class LLM:
         return self._stream(self._submit(prompt, params, is_streamed=True))
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool | None = None,
+        **template: Any,
     ) -> Iterator[Chunk]:
-        """Answer a conversation piece by piece."""
-        return self.stream(self.chat_prompt(messages, **template), params)
+        """Answer a conversation piece by piece; further keywords are those of `chat_prompt`."""
+        prompt = self._reader.chat(messages, **template)
+        return self.stream(prompt, params, sampling_params=sampling_params)
 
     def iterate(
         self, requests: Iterable[tuple[K, Prompt, SamplingParams]], *, window: int | None = None
@@ -140,15 +163,31 @@ class LLM:
         finally:
             self._leave([track for _, track in live])
 
-    def chat_prompt(self, messages: Sequence[Message], **template: Any) -> list[int]:
-        """The token ids of a conversation, through the model's own chat template."""
-        tokenizer = self._require_tokenizer()
-        if tokenizer.chat_template is None:
-            raise RequestError(f"{self.model} has no chat template: use generate() with a plain prompt")
-        text = render(
-            tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **template
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> list[int]:
+        """The token ids of a conversation, through the model's own chat template or the one given here.
+
+        `chat_template_kwargs` holds variables of the template, such as {"enable_thinking": False}.
+        """
+        prompt = self._reader.chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            **unknown,
         )
-        return tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        return list(prompt["prompt_token_ids"])
 
     def reset_prefix_cache(self) -> int:
         """Forget what later prompts could have shared; how many blocks of the KV cache it was."""
@@ -169,11 +208,19 @@ class LLM:
 
     # ---- requests in
 
+    def _choose(self, params: Params | None, count: int) -> list[SamplingParams]:
+        """The sampling parameters of each of so many prompts."""
+        check_params(params)
+        choices = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
+        if len(choices) != count:
+            raise RequestError(f"{count} prompts came with {len(choices)} sampling params: give one, or one for each")
+        return choices
+
     def _submit(self, prompt: Prompt, params: SamplingParams, *, is_streamed: bool = False) -> Track:
-        text, ids = self._encode(prompt)
+        text, ids = self._reader.encode(prompt)
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
-            raise RequestError(f"stop and bad_words cannot be read: {self._no_tokenizer}; use stop_token_ids")
+            raise RequestError(f"stop and bad_words cannot be read: {self._reader.no_tokenizer}; use stop_token_ids")
         request = Request(
             id=f"r{next(self._ids)}",
             prompt=ids,
@@ -188,33 +235,9 @@ class LLM:
         self._tracks[request.id] = self._listeners[request.id] = track
         return track
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, Mapping):
-            if not prompt.keys() & {"prompt", "prompt_token_ids"}:
-                raise RequestError('a prompt given as a mapping needs "prompt" or "prompt_token_ids"')
-            text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError("the prompt is empty: give at least one character")
-            return prompt, self._require_tokenizer().encode(prompt)
-        ids: list[Any] = list(prompt or ())
-        if set(map(type, ids)) - {int}:  # looking at each would make a GPU wait
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise RequestError(
-                        f"the prompt holds {token!r}, not a token id: give text or a list of whole numbers"
-                    )
-        return text, ids
-
     def _eos_ids(self) -> frozenset[int]:
         own = self.tokenizer.eos_token_id if self.tokenizer else None
         return self.config.eos_ids | (frozenset() if own is None else {own})
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"text cannot be read: {self._no_tokenizer}; give prompts as token ids")
-        return self.tokenizer
 
     # ---- news out
 
@@ -296,13 +319,3 @@ def no_full_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*usual)
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]  # the ids of one prompt
-    return listed  # type: ignore[return-value]

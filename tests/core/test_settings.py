@@ -43,7 +43,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"target_tpot": 0.1, "prefill": "whole"}, "target_tpot is 0.1 with whole prompts"),
     ({"host_tokens": -1}, "host_tokens is -1: use 0 or more"),
     ({"host_tokens": 0, "disk_cache": "."}, "host_tokens is 0: leave one of them out"),
-    ({"max_lenght": 5}, "unknown setting max_lenght: there are aging, batch_window"),
+    (
+        {"max_lenght": 5},
+        "there is no setting max_lenght (did you mean max_length?); the settings are aging, batch_window",
+    ),
+    ({"max_model_len": 5}, "max_model_len is called max_length here"),
+    ({"tensor_parallel_size": 2}, "there is no tensor_parallel_size here: a model runs on one device"),
 ]
 
 

@@ -14,7 +14,8 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM, Prompt
+    from chairlift.llm import LLM
+    from chairlift.prompts import Prompt
 
 SEPARATOR = "---"
 

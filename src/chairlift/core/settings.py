@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from math import inf
 from typing import Any
 
@@ -16,6 +17,7 @@ from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES
+from chairlift.core.vllm_names import setting_hint
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
@@ -166,10 +168,7 @@ class Settings:
         >>> Settings.of(block_size=32).cache.block_size
         32
         """
-        unknown = values.keys() - {found.name for _, found in options()}
-        if unknown:
-            known = ", ".join(sorted(found.name for _, found in options()))
-            raise SettingsError(f"unknown setting {', '.join(sorted(unknown))}: there are {known}")
+        _refuse_unknown(values.keys() - {found.name for _, found in options()})
         groups: dict[str, dict[str, Any]] = {}
         for group, found in options():
             value = values.get(found.name)
@@ -228,3 +227,18 @@ def options() -> Iterator[tuple[str, Field[Any]]]:
     for group, kind in (("model", ModelSettings), ("cache", CacheSettings), ("scheduling", SchedulingSettings)):
         for found in fields(kind):
             yield group, found
+
+
+def _refuse_unknown(names: set[str]) -> None:
+    """Name the setting that was meant, where that is known; otherwise all there are."""
+    if not names:
+        return
+    known = sorted(found.name for _, found in options())
+    said = []
+    for name in sorted(names):
+        close = get_close_matches(name, known, n=1)
+        said.append(
+            setting_hint(name) or f"there is no setting {name}" + (f" (did you mean {close[0]}?)" if close else "")
+        )
+    rest = "" if all(map(setting_hint, names)) else f"; the settings are {', '.join(known)}"
+    raise SettingsError("; ".join(said) + rest)

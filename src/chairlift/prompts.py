@@ -1,0 +1,99 @@
+"""Prompts in process: text, token ids or a conversation, as the token ids of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chairlift.core.errors import RequestError
+from chairlift.keywords import refuse_unknown
+from chairlift.text.template import render
+from chairlift.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+# Arguments of render() that are no variables of the caller's.
+_OURS = frozenset({"template", "messages", "bos_token", "eos_token", "tools"})
+
+
+class PromptReader:
+    """Reads prompts for one model."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, no_tokenizer: str) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.no_tokenizer = no_tokenizer  # why there is none
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, or a RequestError that says why there is none."""
+        if self.tokenizer is None:
+            raise RequestError(f"text cannot be read: {self.no_tokenizer}; give prompts as token ids")
+        return self.tokenizer
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it is known, and its token ids."""
+        text: str | None = None
+        if isinstance(prompt, Mapping):
+            if not prompt.keys() & {"prompt", "prompt_token_ids"}:
+                raise RequestError('a prompt given as a mapping needs "prompt" or "prompt_token_ids"')
+            text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty: give at least one character")
+            return prompt, self.require_tokenizer().encode(prompt)
+        try:
+            ids: list[Any] = list(prompt or ())
+        except TypeError:
+            raise RequestError(f"the prompt is {prompt!r}: give text or a list of token ids") from None
+        if set(map(type, ids)) - {int}:  # looking at each would make a GPU wait
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError(
+                        f"the prompt holds {token!r}, not a token id: give text or a list of whole numbers"
+                    )
+        return text, ids
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt: the text that the model was taught to read, and its token ids."""
+        refuse_unknown(unknown, is_chat=True)
+        tokenizer = self.require_tokenizer()
+        template = tokenizer.chat_template if chat_template is None else chat_template
+        if template is None:
+            raise RequestError(
+                f"{self.model} has no chat template: give one as chat_template, or use generate() with a plain prompt"
+            )
+        if not isinstance(template, str):
+            raise RequestError(f"chat_template is {template!r}: give the template itself, a string")
+        if tools:
+            raise RequestError("tools are not supported: leave them out")
+        variables = dict(chat_template_kwargs or {})
+        if taken := sorted(variables.keys() & _OURS):
+            raise RequestError(f"chat_template_kwargs has {', '.join(taken)}, which the model or the call determines")
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **variables,  # as in vLLM, they may hold these two as well
+        }
+        text = render(template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **options)
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        return {"prompt": text, "prompt_token_ids": ids}
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]  # type: ignore[list-item]  # the ids of one prompt
+    return listed  # type: ignore[return-value]
