@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "outputs": {"text", "core"},
     "track": {"track", "outputs", "core", "text"},
     "vocabulary": {"core.errors", "models", "text"},
+    "defaults": {"core", "models"},
     "keywords": {"core"},
     "prompts": {"keywords", "core", "text"},
     "llm": {
@@ -56,6 +57,7 @@ MAY_IMPORT = {
         "outputs",
         "prompts",
         "keywords",
+        "defaults",
         "vocabulary",
         "execution",
         "engine",
@@ -64,7 +66,18 @@ MAY_IMPORT = {
         "text",
     },
     "openai": {"openai", "outputs", "core", "text"},
-    "serving": {"serving", "openai", "outputs", "vocabulary", "engine", "core", "models", "text", "execution.build"},
+    "serving": {
+        "serving",
+        "openai",
+        "defaults",
+        "outputs",
+        "vocabulary",
+        "engine",
+        "core",
+        "models",
+        "text",
+        "execution.build",
+    },
 }
 TOP = ("bench", "serving", "cli", "commands", "__main__")  # they import the rest; nobody below imports them
 

@@ -21,9 +21,8 @@ from chairlift.openai import params as asked
 from chairlift.openai import replies
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM
+    from chairlift.llm import LLM, Prompt
     from chairlift.outputs import RequestOutput
-    from chairlift.prompts import Prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SYNC_SECONDS = 1.0  # what a power cut may cost; a killed process loses nothing that was written
@@ -150,10 +149,12 @@ def read_job(llm: LLM, custom_id: str, url: str, body: dict[str, Any]) -> Job:
     if body.get("stream"):
         raise RequestError("stream is true, but a batch answers in whole lines: leave it out")
     if url == CHAT:
-        params = asked.read_chat_params(body)
+        params = asked.read_chat_params(body, llm.defaults.values)
         prompt = llm.chat_prompt(asked.read_messages(body), chat_template_kwargs=asked.read_template_options(body))
         return Job(custom_id, True, params, [prompt])
-    return Job(custom_id, False, asked.read_completion_params(body), list(asked.read_prompts(body)))
+    return Job(
+        custom_id, False, asked.read_completion_params(body, llm.defaults.values), list(asked.read_prompts(body))
+    )
 
 
 def _body(job: Job, llm: LLM) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
+from chairlift.defaults import read_defaults
 from chairlift.execution.build import Built, build
 from chairlift.keywords import check_params, either, refuse_unknown
 from chairlift.models.sources import DEFAULT_MODEL
@@ -26,8 +28,10 @@ from chairlift.prompts import Message, Prompt, PromptReader, as_list
 from chairlift.track import Track
 from chairlift.vocabulary import read_tokenizer, spell_bad_words
 
+__all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]
 K = TypeVar("K")
+log = logging.getLogger("chairlift")
 
 
 class LLM:
@@ -49,6 +53,9 @@ class LLM:
         self.capacity = self._built.capacity
         self.tokenizer, missing = read_tokenizer(self._built.checkpoint)
         self._reader = PromptReader(model, self.tokenizer, missing)
+        self.defaults = read_defaults(self._built.checkpoint, self.settings.model.generation_config)
+        for warning in self.defaults.warnings:
+            log.warning(warning)
         self._ids = count()
         self._seeds = random.Random(self.settings.model.seed)
         self._tracks: dict[str, Track] = {}
@@ -66,7 +73,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (text or token ids), all in one continuous batch, in the order given.
 
-        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
+        Without `params`, a prompt is sampled with `get_default_sampling_params()`; params that are given are taken as
+        they are. `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
         """
         refuse_unknown(unknown, is_chat=False)
         listed = as_list(prompts)
@@ -189,6 +197,10 @@ class LLM:
         )
         return list(prompt["prompt_token_ids"])
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a prompt is sampled with when no params are given: the model's own values, where it has some."""
+        return SamplingParams(**self.defaults.values)
+
     def reset_prefix_cache(self) -> int:
         """Forget what later prompts could have shared; how many blocks of the KV cache it was."""
         return self.engine.clear_prefix_cache()
@@ -211,7 +223,9 @@ class LLM:
     def _choose(self, params: Params | None, count: int) -> list[SamplingParams]:
         """The sampling parameters of each of so many prompts."""
         check_params(params)
-        choices = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
+        choices = (
+            list(params) if isinstance(params, Sequence) else [params or self.get_default_sampling_params()] * count
+        )
         if len(choices) != count:
             raise RequestError(f"{count} prompts came with {len(choices)} sampling params: give one, or one for each")
         return choices

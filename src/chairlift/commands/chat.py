@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from chairlift.commands.options import DEFAULT_MODEL, Model, with_sampling, with_settings
+from chairlift.commands.options import DEFAULT_MODEL, GivenSampling, Model, with_sampling, with_settings
 from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
@@ -31,14 +31,14 @@ def chat(
     model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     *,
-    params: SamplingParams,
+    sampling: GivenSampling,
     settings: dict[str, Any],
 ) -> None:
     """Talk to a model in the terminal."""
     from chairlift.execution.build import choose_device
 
     llm = open_llm(model, settings)
-    conversation = Conversation(llm, system, params)
+    conversation = Conversation(llm, system, sampling.on(llm.defaults))
     dtype = str(llm.config.dtype).removeprefix("torch.")
     notes.print(f"[bold]{model}[/] on {choose_device(llm.settings.model.device)} in {dtype}; /help for help")
     notes.print(f"KV cache: {llm.capacity}", style="dim")

@@ -6,12 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings, options
+
+if TYPE_CHECKING:
+    from chairlift.defaults import SamplingDefaults
 
 DEFAULT_MODEL = "smollm2-135m"  # models.sources has it too, but importing that would import torch; a test compares
 
@@ -33,17 +36,43 @@ class Flag:
     help: str
 
 
-# For a person at a terminal: less wild and longer than the API's defaults, which are OpenAI's.
+# Those that are not given are the model's own values, and where it has none, these: for a person at a terminal less
+# wild and longer than the API's, which are OpenAI's.
+TERMINAL: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7}
 SAMPLING = (
-    Flag("max_tokens", int, 1024, "Longest answer."),
-    Flag("temperature", float, 0.7, "0 always takes the likeliest token; 1 is the model's own spread."),
-    Flag("top_p", float, 1.0, "Keep only the likeliest tokens that together have this probability."),
-    Flag("top_k", int, 0, "Keep only so many of the likeliest tokens; 0 keeps all."),
-    Flag("min_p", float, 0.0, "Drop tokens less likely than this share of the likeliest one."),
-    Flag("repetition_penalty", float, 1.0, "Above 1, tokens that have occurred become less likely."),
+    Flag("max_tokens", int | None, None, "Longest answer (default: the model's own, or 1024)."),
+    Flag(
+        "temperature",
+        float | None,
+        None,
+        "0 always takes the likeliest token; 1 is the model's own spread (default: what the model's makers recommend, "
+        "or 0.7).",
+    ),
+    Flag("top_p", float | None, None, "Keep only the likeliest tokens that together have this probability."),
+    Flag("top_k", int | None, None, "Keep only so many of the likeliest tokens; 0 keeps all."),
+    Flag("min_p", float | None, None, "Drop tokens less likely than this share of the likeliest one."),
+    Flag("repetition_penalty", float | None, None, "Above 1, tokens that have occurred become less likely."),
     Flag("seed", int | None, None, "The same seed gives the same answer (default: another each time)."),
     Flag("stop", list[str], [], "End the answer before this text; may be given several times."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSampling:
+    """The sampling flags that were given on the command line."""
+
+    values: dict[str, Any]
+
+    def on(self, defaults: SamplingDefaults) -> SamplingParams:
+        """What they are for a model: a flag wins over the model's own value, and that over ours."""
+        return SamplingParams(**{**TERMINAL, **defaults.values, **self.values})
+
+    @staticmethod
+    def of(flags: dict[str, Any]) -> GivenSampling:
+        """Those of the flags that were given; a value that cannot work is refused before a model is loaded."""
+        given = {name: value for name, value in flags.items() if value not in (None, [])}
+        SamplingParams(**given)
+        return GivenSampling(given)
 
 
 def with_settings(command: Command) -> Command:
@@ -67,9 +96,9 @@ def with_settings(command: Command) -> Command:
 
 
 def with_sampling(command: Command) -> Command:
-    """Give a command the sampling flags; it gets SamplingParams made of them, as the keyword `params`."""
+    """Give a command the sampling flags; it gets those that were given, as the keyword `sampling`."""
     flags = [_parameter(flag.name, flag.kind, flag.default, flag.help, "Sampling") for flag in SAMPLING]
-    return _gather(command, flags, "params", lambda values: SamplingParams(**values))
+    return _gather(command, flags, "sampling", GivenSampling.of)
 
 
 def _parameter(name: str, kind: Any, default: Any, help: str, panel: str) -> inspect.Parameter:

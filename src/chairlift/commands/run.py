@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.commands.options import DEFAULT_MODEL, Model, with_sampling, with_settings
+from chairlift.commands.options import DEFAULT_MODEL, GivenSampling, Model, with_sampling, with_settings
 from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
-from chairlift.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM
-    from chairlift.prompts import Prompt
+    from chairlift.llm import LLM, Prompt
 
 SEPARATOR = "---"
 
@@ -33,13 +31,13 @@ def run(
     ] = None,
     n: Annotated[int, typer.Option(help=f"How many answers, with a line {SEPARATOR} between them.")] = 1,
     *,
-    params: SamplingParams,
+    sampling: GivenSampling,
     settings: dict[str, Any],
 ) -> None:
     """Answer one prompt."""
-    params = replace(params, n=n)
     text = read_prompt(prompt)
     llm = open_llm(model, settings)
+    params = replace(sampling.on(llm.defaults), n=n)
     speed = Speed()
     answers = [""] * n
     for chunk in speed.watch(llm.stream(as_asked(llm, text, chat), params)):

@@ -48,6 +48,12 @@ class ModelSettings:
     max_length: int | None = option(
         None, "Longest sequence, prompt included (default: the model's own); lower it when memory is short."
     )
+    generation_config: str = option(
+        "auto",
+        "Sampling values for requests that name none: auto takes the model's own (generation_config.json, or what is "
+        "published for its family), none samples at temperature 1; set none to compare with other engines.",
+        ("auto", "none"),
+    )
     seed: int = option(0, "Where the seeds of requests without one come from; change it for other draws.")
 
 

@@ -19,6 +19,7 @@ from chairlift.core.params import SamplingParams
 
 Body = Mapping[str, Any]
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
+_NO_DEFAULTS: Mapping[str, Any] = {}
 COMPLETION_TOKENS = 16  # what OpenAI's completions give when nobody says how many
 
 # Fields that are SamplingParams' own, by what JSON may hold for them; SamplingParams checks the ranges.
@@ -92,8 +93,10 @@ def set_aside_unknown(body: Body, *, chat: bool) -> tuple[dict[str, Any], list[s
     return {name: value for name, value in body.items() if name in known}, sorted(body.keys() - known)
 
 
-def read_chat_params(body: Body) -> SamplingParams:
+def read_chat_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> SamplingParams:
     """How a chat completion is sampled; without max_tokens it goes on until the model ends or the context is full.
+
+    `defaults` are the model's own values of fields that the body does not name.
 
     >>> read_chat_params({"messages": [], "max_completion_tokens": 8, "top_k": 40}).max_tokens
     8
@@ -103,16 +106,16 @@ def read_chat_params(body: Body) -> SamplingParams:
     top = get(body, "top_logprobs", "a whole number")
     if top is not None and not wanted:
         raise RequestError("top_logprobs needs logprobs to be true: set it, or leave top_logprobs out")
-    return _read(body, (top or 0) if wanted else None, None)
+    return _read(body, (top or 0) if wanted else None, defaults.get("max_tokens"), defaults)
 
 
-def read_completion_params(body: Body) -> SamplingParams:
+def read_completion_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> SamplingParams:
     """How a plain completion is sampled."""
     _refuse_unknown(body, _READ | _COMPLETION | _SERVED)
     echo, count = get(body, "echo", "true or false"), get(body, "max_tokens", "a whole number")
     if echo and count == 0:
         body = {**body, "max_tokens": 1}  # only the prompt's scores are wanted; the one token is not shown
-    params = _read(body, get(body, "logprobs", "a whole number"), COMPLETION_TOKENS)
+    params = _read(body, get(body, "logprobs", "a whole number"), COMPLETION_TOKENS, defaults)
     if echo and params.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=params.logprobs)
     return params
@@ -151,11 +154,13 @@ def read_prompts(body: Body) -> list[str | list[int]]:
     raise RequestError("prompt must be a string, a list of token ids, or a list of such strings or lists")
 
 
-def _read(body: Body, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
     for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name, and wins
         asked = get(body, name, "a whole number")
         max_tokens = max_tokens if asked is None else asked
     own = {name: value for name, kind in _FIELDS.items() if (value := get(body, name, kind)) is not None}
+    if not own.get("use_beam_search"):  # which has no randomness and goes by the model's own probabilities
+        own = {**{name: value for name, value in defaults.items() if name in _FIELDS}, **own}
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body), **own)
 
 

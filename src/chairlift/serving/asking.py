@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from chairlift.core.errors import RequestError
@@ -52,11 +52,12 @@ class Reader:
     model: str
     tokenizer: Tokenizer | None
     no_tokenizer: str  # why there is none
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling fields of requests that do not name them
 
     async def chat(self, body: Body, hello: Hello) -> list[Asked]:
         """A chat completion: one prompt."""
         check_sizes(body)
-        params = read_chat_params(body)
+        params = read_chat_params(body, self.defaults)
         prompt = await self.chat_prompt(body)
         return [self._ask(None, prompt, params, hello)]
 
@@ -66,7 +67,7 @@ class Reader:
         if len(prompts) > MOST["prompt"]:
             raise RequestError(f"prompt has {len(prompts)} entries: send at most {MOST['prompt']} in one request")
         check_sizes({name: value for name, value in body.items() if name != "prompt"})
-        params = read_completion_params(body)
+        params = read_completion_params(body, self.defaults)
         asked = []
         for prompt in prompts:
             text, ids = (prompt, await self.encode(prompt)) if isinstance(prompt, str) else (None, prompt)

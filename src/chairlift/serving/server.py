@@ -23,8 +23,9 @@ import uvicorn
 
 from chairlift.core.errors import ChairliftError, SettingsError
 from chairlift.core.settings import SchedulingSettings, Settings
+from chairlift.defaults import SamplingDefaults, read_defaults
 from chairlift.engine.garbage import freeze_loaded
-from chairlift.models.checkpoint import open_checkpoint
+from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.sources import resolve
 from chairlift.serving import logs
 from chairlift.serving.admission import Admission
@@ -39,7 +40,6 @@ from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
 from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.traces import Traces
-from chairlift.text.tokenizer import Tokenizer
 from chairlift.vocabulary import read_tokenizer
 
 log = logging.getLogger("chairlift")
@@ -78,6 +78,11 @@ class Plan(msgspec.Struct, frozen=True):
         """How requests share the steps."""
         return Settings.of(**self.settings).scheduling
 
+    @property
+    def sampling(self) -> str:
+        """Where sampling values come from that a request does not name."""
+        return Settings.of(**self.settings).model.generation_config
+
     def socket_of(self, worker: int) -> str:
         """Where one HTTP process waits for the engine."""
         return f"ipc://{self.folder}/http-{worker}"
@@ -109,7 +114,9 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
         try:
             await first_hello(process.client, supervisor)
             helpers = Helpers(plan, listener.fileno())
-            say(banner(plan, process.client.hello))
+            for warning in process.defaults.warnings:
+                say(f"warning: {warning}")
+            say(banner(plan, process.client.hello, process.defaults))
             with contextlib.suppress(asyncio.CancelledError):
                 await process.run(on_signal=helpers.drain)
             await helpers.stop()
@@ -130,7 +137,7 @@ async def first_hello(client: EngineClient, supervisor: Supervisor) -> None:
             raise ChairliftError("the engine process ended while it loaded the model: see above for why")
 
 
-def banner(plan: Plan, hello: Hello | None) -> str:
+def banner(plan: Plan, hello: Hello | None, defaults: SamplingDefaults) -> str:
     """What a person sees when it is ready."""
     assert hello is not None
     scheme = "https" if plan.certificate else "http"
@@ -144,6 +151,7 @@ def banner(plan: Plan, hello: Hello | None) -> str:
         f"  KV cache   {hello.capacity}\n"
         f"  batch      up to {hello.max_sequences} sequences, {hello.step_tokens:,} tokens a step\n"
         f"{scheduling}"
+        f"  sampling   {defaults}\n"
         f"  address    {address}/v1   (health: /health, metrics: /metrics)\n\n"
         f"  try it:\n"
         f"  curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
@@ -176,7 +184,9 @@ class HttpProcess:
         self._metrics = Metrics(plan.name, compat=plan.metrics_compat, scheduling=plan.scheduling)
         self.client = EngineClient(plan.socket_of(number), beat, self._metrics)
         self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
-        self._reader = Reader(plan.name, *tokenizer_of(plan))
+        checkpoint = checkpoint_of(plan)
+        self.defaults = read_defaults(checkpoint, plan.sampling)
+        self._reader = Reader(plan.name, *read_tokenizer(checkpoint), self.defaults.values)
 
     def _service(self, hello: Hello) -> Service:
         plan = self._plan
@@ -303,11 +313,11 @@ class Helpers:
                 process.kill()
 
 
-def tokenizer_of(plan: Plan) -> tuple[Tokenizer | None, str]:
-    """The model's tokenizer, which only the HTTP side needs."""
+def checkpoint_of(plan: Plan) -> Checkpoint | None:
+    """The model's files, of which the HTTP side reads all but the weights; None: random weights."""
     if plan.settings.get("load_format") == "dummy":
-        return None, "random weights have no tokenizer"
-    return read_tokenizer(open_checkpoint(resolve(plan.model, progress=False)))
+        return None
+    return open_checkpoint(resolve(plan.model, progress=False))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,47 @@
+"""Sampling for requests that name none: the values that the model's makers recommend, where they are usable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from chairlift.core.errors import RequestError
+from chairlift.core.params import SamplingParams
+from chairlift.models.checkpoint import Checkpoint
+from chairlift.models.recommended import recommended_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Fields of SamplingParams that a request has unless it names them."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """In words, for a person.
+
+        >>> str(SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "published for SmolLM2-Instruct"))
+        'temperature 0.2, top_p 0.9 where a request names none (published for SmolLM2-Instruct)'
+        """
+        if not self.values:
+            return "temperature 1 where a request names none"
+        said = ", ".join(f"{name} {value:.6g}" for name, value in self.values.items())
+        return f"{said} where a request names none ({self.source})"
+
+
+def read_defaults(checkpoint: Checkpoint | None, generation_config: str) -> SamplingDefaults:
+    """The model's own values, if the setting wants them; a value that cannot be used is left out with a warning."""
+    if checkpoint is None or generation_config == "none":
+        return SamplingDefaults()
+    found, source = recommended_sampling(checkpoint)
+    values, warnings = {}, []
+    for name, value in found.items():
+        try:
+            SamplingParams(**{name: value})
+        except RequestError as error:
+            warnings.append(f"{source} of the model is not followed in one value: {error}")
+        else:
+            values[name] = value
+    return SamplingDefaults(values, source, warnings)
