@@ -92,7 +92,7 @@ def test_an_overlapped_engine_begins_before_all_have_come_and_leaves_nothing_beh
     one_by_one = LLM(str(tiny_model), progress=False, overlap=False)
     assert answers == [one_by_one.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
     with pytest.raises(RequestError, match="not a token id"):
-        llm.generate([*prompts, [1, None]], params)  # type: ignore[list-item]
+        llm.generate([*prompts, [1, None]], params, on_error="raise")  # type: ignore[list-item]
     assert llm.generate(prompts[0], params)[0].outputs[0].token_ids == answers[0]
     assert scheduler.pool.owned == 0 and not scheduler.has_work
     scheduler.check()
@@ -137,12 +137,12 @@ def test_tokens_that_nobody_streams_are_read_at_the_end(llm: LLM, monkeypatch: p
 def test_one_that_is_ended_keeps_what_had_come(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     whole = llm.generate(PROMPT, params)[0].outputs[0]
-    track = llm._submit(PROMPT, params)
+    track = llm._submit(*llm._reader.encode(PROMPT), params)
     while not track.output.metrics.first_token:
-        llm._step()
+        llm._driver.step()
     for _ in range(4):
-        llm._step()
-    llm.close()
+        llm._driver.step()
+    llm._driver.close()
     answer = track.output.outputs[0]
     assert answer.finish_reason == "abort"
     assert answer.token_ids == whole.token_ids[:5]
@@ -412,7 +412,7 @@ def test_a_bad_prompt_is_one_clear_line_and_its_neighbours_are_freed(llm: LLM, p
     assert "\n" not in str(caught.value)
     if isinstance(prompt, list):
         with pytest.raises(RequestError):
-            llm.generate([[5, 6, 7], *prompt])
+            llm.generate([[5, 6, 7], *prompt], on_error="raise")
 
 
 def test_the_wrong_number_of_params_is_refused(llm: LLM) -> None:

@@ -12,10 +12,11 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from chairlift.beam_search import BeamSearchParams
     from chairlift.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ChairliftError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "ChairliftError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from chairlift.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from chairlift.beam_search import BeamSearchParams
+
+        return BeamSearchParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,8 +24,10 @@ _ABSENT = {
     "chat_template_content_format": "the template itself shows whether it reads strings or parts: leave it out",
     "guided_options_request": "structured output is not supported: leave it out",
     "lora_request": "LoRA adapters are not supported: leave it out",
+    "on_error": "a stream has one prompt, whose error is raised: leave it out",
     "mm_processor_kwargs": "models read text only: leave it out",
     "priority": "requests of one call are equal: leave it out",
+    "progress": "a stream has no bar: leave it out",
     "prompt_adapter_request": "prompt adapters are not supported: leave it out",
     "prompt_token_ids": "give token ids as the prompts themselves",
     "tokenization_kwargs": "use SamplingParams(truncate_prompt_tokens=...) to shorten prompts",
@@ -49,8 +51,10 @@ def check_params(params: Any) -> None:
 
 
 def refuse_unknown(unknown: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Say what to use in place of keywords that a method does not have."""
+    """Say what to use in place of keywords that a method does not have; those of a template may be among a chat's."""
     for name, value in unknown.items():
+        if is_chat and name in _CHAT:
+            continue
         raise RequestError(_advice(name, value, (*_KNOWN, *_CHAT) if is_chat else _KNOWN, is_chat))
 
 

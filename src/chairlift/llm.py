@@ -8,28 +8,32 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, islice
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from chairlift.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.defaults import read_defaults
+from chairlift.driver import Driver
 from chairlift.execution.build import Built, build
 from chairlift.keywords import check_params, either, refuse_unknown
 from chairlift.models.sources import DEFAULT_MODEL
 from chairlift.outputs import Chunk, RequestOutput
+from chairlift.processors import SafeProcessor
 from chairlift.prompts import Message, Prompt, PromptReader, as_list
+from chairlift.text.tokenizer import Tokenizer
 from chairlift.track import Track
 from chairlift.vocabulary import read_tokenizer, spell_bad_words
 
 __all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]
+OnError = Literal["raise", "return"]
+ReadPrompt = partial[tuple[str | None, list[int]]]  # a prompt's text and token ids, when it is called
 K = TypeVar("K")
 log = logging.getLogger("chairlift")
 
@@ -58,8 +62,8 @@ class LLM:
             log.warning(warning)
         self._ids = count()
         self._seeds = random.Random(self.settings.model.seed)
-        self._tracks: dict[str, Track] = {}
-        self._listeners: dict[str, Track] = {}  # those that are told of each token
+        self._is_closed = False
+        self._driver = Driver(self.engine)
 
     def generate(
         self,
@@ -69,31 +73,22 @@ class LLM:
         sampling_params: Params | None = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
+        on_error: OnError | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Answer prompts (text or token ids), all in one continuous batch, in the order given.
 
         Without `params`, a prompt is sampled with `get_default_sampling_params()`; params that are given are taken as
         they are. `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
+
+        A prompt that cannot be answered, such as one that is too long, has a result with an `error` in its place, and
+        the others are answered; if none can be, the first error is raised. `on_error="raise"` raises it in any case,
+        before any prompt is answered where it can be known then; `on_error="return"` never does.
         """
         refuse_unknown(unknown, is_chat=False)
-        listed = as_list(prompts)
-        choices = self._choose(either("params", params, "sampling_params", sampling_params), len(listed))
-        progress = either("progress", progress, "use_tqdm", use_tqdm)
-        tracks: list[Track] = []
-        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_begin_early else math.inf
-        with no_full_collections():
-            try:
-                for prompt, chosen in zip(listed, choices, strict=True):
-                    tracks.append(self._submit(prompt, chosen))
-                    tokens += len(tracks[-1].request.prompt)
-                    if tokens >= enough:
-                        self._step()  # the device begins with those who fill its first step, while the others come
-                        enough = math.inf
-                self._run(tracks, self._progress if progress is None else progress)
-            finally:
-                self._leave(tracks)
-        return [track.output for track in tracks]
+        read = [partial(self._reader.encode, prompt) for prompt in as_list(prompts)]
+        params = either("params", params, "sampling_params", sampling_params)
+        return self._answer(read, params, either("progress", progress, "use_tqdm", use_tqdm), on_error)
 
     def chat(
         self,
@@ -103,14 +98,16 @@ class LLM:
         sampling_params: Params | None = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
+        on_error: OnError | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; further keywords are those of `chat_prompt`."""
+        """Answer one conversation or several, as `generate` does; further keywords are those of `chat_prompt`."""
+        refuse_unknown(template, is_chat=True)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts = [self._reader.chat(conversation, **template) for conversation in conversations]
+        read = [partial(self._reader.chat, conversation, **template) for conversation in conversations]
         params = either("params", params, "sampling_params", sampling_params)
-        return self.generate(prompts, params, progress=either("progress", progress, "use_tqdm", use_tqdm))
+        return self._answer(read, params, either("progress", progress, "use_tqdm", use_tqdm), on_error)
 
     def stream(
         self,
@@ -129,7 +126,11 @@ class LLM:
                 f"best_of is {params.best_of} and n is {params.n}: which answers are the best is known at their end; "
                 "use generate(), or leave best_of out"
             )
-        return self._stream(self._submit(prompt, params, is_streamed=True))
+        return self._stream(self._submit(*self._reader.encode(prompt), params, is_streamed=True))
+
+    def _stream(self, track: Track) -> Iterator[Chunk]:
+        yield from self._driver.stream(track)
+        judge([track.output], None)
 
     def stream_chat(
         self,
@@ -141,8 +142,23 @@ class LLM:
         **template: Any,
     ) -> Iterator[Chunk]:
         """Answer a conversation piece by piece; further keywords are those of `chat_prompt`."""
-        prompt = self._reader.chat(messages, **template)
+        text, ids = self._reader.chat(messages, **template)
+        prompt = {"prompt": text, "prompt_token_ids": ids}
         return self.stream(prompt, params, sampling_params=sampling_params)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **unknown: Any
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt, in the shape of vLLM's method of this name.
+
+        They are those of SamplingParams(use_beam_search=True), which equal transformers': a length penalty goes by the
+        answer's length, where vLLM's goes by that of prompt and answer.
+        """
+        refuse_unknown(unknown, is_chat=False)
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is {params!r}: use BeamSearchParams(beam_width=..., max_tokens=...)")
+        outputs = self.generate(prompts, params.sampling(), on_error="raise")
+        return [as_beams(output, self.tokenizer) for output in outputs]
 
     def iterate(
         self, requests: Iterable[tuple[K, Prompt, SamplingParams]], *, window: int | None = None
@@ -153,6 +169,7 @@ class LLM:
         so it may be endless. One that is refused yields its error, and the others go on; one whose step failed has the
         error in its answers.
         """
+        self._check_open()
         window = window or 4 * self._built.limits.max_sequences
         source = iter(requests)
         live: list[tuple[K, Track]] = []
@@ -160,16 +177,16 @@ class LLM:
             while (taken := list(islice(source, window - len(live)))) or live:
                 for key, prompt, params in taken:
                     try:
-                        live.append((key, self._submit(prompt, params)))
+                        live.append((key, self._submit(*self._reader.encode(prompt), params)))
                     except RequestError as error:
                         yield key, error
-                self._step()
+                self._driver.step()
                 ended = [entry for entry in live if entry[1].output.finished]
                 live = [entry for entry in live if not entry[1].output.finished] if ended else live
                 for key, track in ended:
                     yield key, track.output
         finally:
-            self._leave([track for _, track in live])
+            self._driver.leave([track for _, track in live])
 
     def chat_prompt(
         self,
@@ -186,7 +203,7 @@ class LLM:
 
         `chat_template_kwargs` holds variables of the template, such as {"enable_thinking": False}.
         """
-        prompt = self._reader.chat(
+        _, ids = self._reader.chat(
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -195,7 +212,11 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
             **unknown,
         )
-        return list(prompt["prompt_token_ids"])
+        return ids
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; a RequestError says why there is none."""
+        return self._reader.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a prompt is sampled with when no params are given: the model's own values, where it has some."""
@@ -206,9 +227,9 @@ class LLM:
         return self.engine.clear_prefix_cache()
 
     def close(self) -> None:
-        """End whatever still runs."""
-        for request_id in list(self._tracks):
-            self._dispatch(self.engine.abort(request_id), self._tracks)
+        """End whatever still runs; nothing can be asked after that."""
+        self._is_closed = True
+        self._driver.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -220,8 +241,44 @@ class LLM:
 
     # ---- requests in
 
+    def _answer(
+        self, read: list[ReadPrompt], params: Params | None, progress: bool | None, on_error: OnError | None
+    ) -> list[RequestOutput]:
+        """Answer prompts, each of which is read only when its turn has come."""
+        if on_error not in (None, "raise", "return"):
+            raise RequestError(f"on_error is {on_error!r}: use 'raise' or 'return'")
+        choices = self._choose(params, len(read))
+        outputs: list[RequestOutput] = []
+        tracks: list[Track] = []
+        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_begin_early else math.inf
+        with no_full_collections():
+            try:
+                for each, chosen in zip(read, choices, strict=True):
+                    try:
+                        tracks.append(self._submit(*each(), chosen))
+                    except RequestError as error:
+                        if on_error == "raise":
+                            raise
+                        outputs.append(self._refused(each, error))
+                        continue
+                    outputs.append(tracks[-1].output)
+                    tokens += len(tracks[-1].request.prompt)
+                    if tokens >= enough:
+                        self._driver.step()  # the device begins with a full first step while the others come
+                        enough = math.inf
+                self._driver.run(tracks, self._progress if progress is None else progress)
+            finally:
+                self._driver.leave(tracks)
+        judge(outputs, on_error)
+        return outputs
+
+    def _refused(self, read: ReadPrompt, error: RequestError) -> RequestOutput:
+        text = read.args[0] if isinstance(read.args[0], str) else None
+        return RequestOutput.refused(f"r{next(self._ids)}", text, self.engine.clock.now(), str(error))
+
     def _choose(self, params: Params | None, count: int) -> list[SamplingParams]:
         """The sampling parameters of each of so many prompts."""
+        self._check_open()
         check_params(params)
         choices = (
             list(params) if isinstance(params, Sequence) else [params or self.get_default_sampling_params()] * count
@@ -230,98 +287,48 @@ class LLM:
             raise RequestError(f"{count} prompts came with {len(choices)} sampling params: give one, or one for each")
         return choices
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, *, is_streamed: bool = False) -> Track:
-        text, ids = self._reader.encode(prompt)
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("this LLM is closed: make another one, or close it later")
+
+    def _submit(self, text: str | None, ids: list[int], params: SamplingParams, *, is_streamed: bool = False) -> Track:
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(f"stop and bad_words cannot be read: {self._reader.no_tokenizer}; use stop_token_ids")
+        request_id = f"r{next(self._ids)}"
         request = Request(
-            id=f"r{next(self._ids)}",
-            prompt=ids,
+            id=request_id,
+            prompt=self._built.limits.truncate(ids, params),
             params=params,
             arrival=self.engine.clock.now(),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_ids=self._eos_ids(),
             bad_words=spell_bad_words(params.bad_words, tokenizer),
+            processors=self._processors(request_id, params) if params.logits_processors else (),
         )
-        self.engine.submit(request)
         track = Track(request, text, tokenizer, is_streamed=is_streamed)
-        self._tracks[request.id] = self._listeners[request.id] = track
+        self._driver.start(track)
         return track
+
+    def _processors(self, request_id: str, params: SamplingParams) -> tuple[SafeProcessor, ...]:
+        fail = partial(self._driver.fail, request_id)
+        return tuple(SafeProcessor(function, fail) for function in params.logits_processors or ())
 
     def _eos_ids(self) -> frozenset[int]:
         own = self.tokenizer.eos_token_id if self.tokenizer else None
         return self.config.eos_ids | (frozenset() if own is None else {own})
 
-    # ---- news out
 
-    def _run(self, tracks: list[Track], progress: bool) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TimeRemainingColumn(),
-        )
-        clock = self.engine.clock
-        start = clock.now()
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-            task = bar.add_task("generating", total=len(tracks), speed="")
-            tokens, shown = 0, start
-            for track in tracks:
-                while not track.output.finished:
-                    tokens += self._step()
-                    if progress and (now := clock.now()) - shown > 0.1:
-                        shown, done = now, sum(each.output.finished for each in tracks)
-                        bar.update(task, completed=done, speed=f"{tokens / (now - start):,.0f} tok/s")
-        for track in tracks:
-            if error := track.error:
-                raise RequestError(f"request {track.request.id} failed: {error}")
-
-    def _step(self) -> int:
-        """One step of the engine; how many tokens it brought."""
-        outcome = self.engine.step()
-        self._dispatch(outcome.events, self._tracks)
-        if self._listeners:
-            self._dispatch(zip(outcome.sequences, outcome.tokens, strict=True), self._listeners)
-        return len(outcome.tokens) + sum(event.token is not None for event in outcome.events)
-
-    def _dispatch(self, news: Iterable[tuple[Any, ...]], tracks: dict[str, Track]) -> None:
-        """Hand events, or as much of them as a token is, to their requests."""
-        now = self.engine.clock.now
-        for each in news:
-            sequence = each[0]
-            track = tracks.get(sequence.request.id)
-            if track is None:
-                continue
-            if track.read(now, *each):
-                self.engine.stop(sequence)  # its event is no news: the text has ended already
-            if not track.wants_tokens:
-                self._listeners.pop(track.request.id, None)
-            if track.output.finished:
-                self._tracks.pop(track.request.id, None)
-
-    def _stream(self, track: Track) -> Iterator[Chunk]:
-        try:
-            while True:
-                if chunks := track.take_chunks():
-                    yield from chunks  # meanwhile another stream's steps may bring this one more
-                elif track.output.finished:
-                    break
-                else:
-                    self._step()
-            if track.error:
-                raise RequestError(f"request {track.request.id} failed: {track.error}")
-        finally:
-            self._leave([track])
-
-    def _leave(self, tracks: list[Track]) -> None:
-        """Whatever was not finished when the caller left is ended."""
-        for track in tracks:
-            if not track.output.finished:
-                self._dispatch(self.engine.abort(track.request.id), self._tracks)
-                self._tracks.pop(track.request.id, None)
-                self._listeners.pop(track.request.id, None)
+def judge(outputs: list[RequestOutput], on_error: OnError | None) -> None:
+    """Raise the first error if that is wanted or no prompt has an answer; otherwise say how many have none."""
+    failed = [place for place, output in enumerate(outputs) if output.error]
+    if not failed or on_error == "return":
+        return
+    first = f"prompt {failed[0]}: " if len(outputs) > 1 else ""
+    first += str(outputs[failed[0]].error)
+    if on_error == "raise" or len(failed) == len(outputs):
+        raise RequestError(first)
+    log.warning("%d of %d prompts have an error in place of an answer; %s", len(failed), len(outputs), first)
 
 
 @contextmanager

@@ -45,6 +45,17 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0  # of the prompt: what the prefix cache had when it took its seat; known with a token
 
+    @property
+    def error(self) -> str | None:
+        """Why there is no answer: the request was refused, or it failed."""
+        return next((answer.error for answer in self.outputs if answer.error), None)
+
+    @staticmethod
+    def refused(request_id: str, prompt: str | None, now: float, error: str) -> RequestOutput:
+        """What stands in the place of an answer to a prompt that could not be taken."""
+        answer = CompletionOutput(finish_reason="error", error=error)
+        return RequestOutput(request_id, prompt, [], [answer], RequestMetrics(now, finished=now), finished=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -63,8 +63,8 @@ class PromptReader:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
-    ) -> dict[str, Any]:
-        """A conversation as a prompt: the text that the model was taught to read, and its token ids."""
+    ) -> tuple[str | None, list[int]]:
+        """A conversation as the text that the model was taught to read, and as token ids."""
         refuse_unknown(unknown, is_chat=True)
         tokenizer = self.require_tokenizer()
         template = tokenizer.chat_template if chat_template is None else chat_template
@@ -85,8 +85,7 @@ class PromptReader:
             **variables,  # as in vLLM, they may hold these two as well
         }
         text = render(template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **options)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
-        return {"prompt": text, "prompt_token_ids": ids}
+        return text, tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

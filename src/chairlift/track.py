@@ -21,8 +21,8 @@ class Track:
         self._is_streamed = is_streamed  # otherwise nobody takes chunks
         # Otherwise its tokens are read when it ends: on the way they mean nothing to anybody.
         self._is_watched = is_streamed or bool(request.params.stop) or request.scored is not None
-        self._tokenizer = tokenizer
         params = request.params
+        self._tokenizer = tokenizer if params.detokenize else None
         self._readers = readers_of(request.prompt, params, tokenizer)
         self.output = RequestOutput(
             request_id=request.id,
@@ -34,11 +34,6 @@ class Track:
         if params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None] * len(request.prompt)
         self._chunks: list[Chunk] = []
-
-    @property
-    def error(self) -> str | None:
-        """Why it failed, if it did."""
-        return next((answer.error for answer in self.output.outputs if answer.error), None)
 
     @property
     def wants_tokens(self) -> bool:
@@ -105,6 +100,14 @@ class Track:
         if told is not None:
             start, entries = scores
             told[start : start + len(entries)] = [describe(entry, self._tokenizer) for entry in entries]
+
+    def fail(self, error: str, now: float) -> None:
+        """End all answers that have not ended: the request failed outside the engine."""
+        for reader in self._readers:
+            if not reader.has_ended():
+                reader.answer.finish_reason, reader.answer.error = FinishReason.ERROR.value, error
+        self.output.finished, self.output.metrics.finished = True, now
+        self.output.outputs = best(self.output.outputs, self.request.params.n)
 
     def take_chunks(self) -> list[Chunk]:
         """What has come since the last call."""

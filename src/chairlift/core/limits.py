@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chairlift.core.errors import RequestError, SettingsError
+from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.request import Request
+
+_MOST_SCORES = 1 << 24  # log-probabilities of one request that asks for the whole vocabulary's: some 4 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,18 @@ class Limits:
         """The most tokens that a sequence of it may have."""
         wanted = request.params.max_tokens
         return self.max_length if wanted is None else min(self.max_length, len(request.prompt) + wanted)
+
+    def truncate(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """The prompt's last tokens, if a request wants no more of it; -1 leaves room for max_tokens.
+
+        >>> Limits(1, 8, 8, 100).truncate([1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(truncate_prompt_tokens=3))
+        [7, 8, 9]
+        """
+        keep = params.truncate_prompt_tokens
+        if keep == ALL:
+            room = min(params.max_tokens or 1, self.max_length // 2)  # an answer that fills the context leaves half
+            keep = self.max_length - max(1, room)
+        return prompt if keep is None or len(prompt) <= keep else prompt[-keep:]
 
     def check(self, request: Request) -> None:
         """Refuse what could never run, with a RequestError."""
@@ -62,3 +77,15 @@ class Limits:
                         f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
                         "use its own tokenizer"
                     )
+        self._check_scores(request)
+
+    def _check_scores(self, request: Request) -> None:
+        """Refuse log-probabilities of the whole vocabulary for more tokens than memory has room for."""
+        params = request.params
+        scored = params.width * (self.longest(request) - len(request.prompt)) if params.logprobs == ALL else 0
+        scored += len(request.prompt) if params.prompt_logprobs == ALL else 0
+        if scored * self.vocab_size > _MOST_SCORES:
+            raise RequestError(
+                f"logprobs of all {self.vocab_size:,} tokens are asked for at {scored:,} places, and at most "
+                f"{_MOST_SCORES // self.vocab_size:,} fit in memory: lower max_tokens, or ask for up to 64 alternatives"
+            )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.core.errors import RequestError
 
 GREEDY = 0.0
+ALL = -1  # of logprobs: every token of the vocabulary; of truncate_prompt_tokens: as many tokens as fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,18 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # how many alternatives beside the chosen token; 0: the chosen one alone
+    detokenize: bool = True  # False leaves the answer's text empty
+    logprobs: int | None = None  # how many alternatives beside the chosen token; 0: the chosen one alone; -1: all
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None  # keep only so many of the prompt's last tokens; -1: as many as fit
+    # In process only: functions of (output ids, logits) or (prompt ids, output ids, logits) that return the logits.
+    logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __post_init__(self) -> None:
         # Normal forms, so that nothing downstream asks "string or list?" again.
         for name in ("stop", "bad_words", "stop_token_ids"):
             object.__setattr__(self, name, _listed(name, getattr(self, name)))
+        object.__setattr__(self, "logits_processors", _listed("logits_processors", self.logits_processors))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
@@ -98,10 +104,27 @@ class SamplingParams:
                 _whole("a token id in allowed_token_ids", token, 0, "use ids of the model's vocabulary")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
-                _whole(name, value, 0, "use 0 to 64 alternatives, or None for no log-probabilities", 64)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
+                _whole(name, value, ALL, "use 0 to 64 alternatives, -1 for all, or None for no log-probabilities", 64)
+        self._check_reading()
+
+    def _check_reading(self) -> None:
+        """Check how the prompt is read and the answer is written."""
+        names = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search", "detokenize")
+        for name in names:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, not True or False")
+        if not self.detokenize and self.stop:
+            raise RequestError(
+                "detokenize is False, and stop strings are looked for in the text: use stop_token_ids, or leave one out"
+            )
+        if self.truncate_prompt_tokens is not None:
+            remedy = "use 1 or more, or -1 for as many tokens as fit"
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, ALL, remedy)
+            if self.truncate_prompt_tokens == 0:
+                raise RequestError(f"truncate_prompt_tokens is 0, which leaves no prompt: {remedy}")
+        for processor in self.logits_processors or ():
+            if not callable(processor):
+                raise RequestError(f"logits_processors holds {processor!r}, which cannot be called: give functions")
 
     def _check_beams(self) -> None:
         _number("length_penalty", self.length_penalty, -10.0, 10.0, "use a number around 1; 0 ignores the length")
@@ -116,6 +139,7 @@ class SamplingParams:
             "allowed_token_ids": self.allowed_token_ids,
             "min_tokens": self.min_tokens,
             "penalties": self.has_penalties,
+            "logits_processors": self.logits_processors,
         }
         if refused := [name for name, value in wanted.items() if value]:
             raise RequestError(

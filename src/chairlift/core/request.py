@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chairlift.core.blocks import BlockTable
-from chairlift.core.params import SamplingParams
+from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.prefix_cache import Prefix
 
 if TYPE_CHECKING:
     from chairlift.core.beams import Beams
+
+
+EVERY = 1 << 30  # alternatives: more than any vocabulary has
+Processor = Callable[[list[int], list[int], Any], Any]  # of prompt ids, output ids and logits; the changed logits
 
 
 class FinishReason(StrEnum):
@@ -49,14 +54,21 @@ class Request:
     salt: str = ""  # whose prefixes it may share
     endpoint: str = ""  # where it came from: a hint on the length of its answer
     known_length: int | None = None  # of the answer, in experiments alone
+    processors: tuple[Processor, ...] = ()  # params.logits_processors, safe to call
 
     @property
     def scored(self) -> int | None:
         """With how many alternatives each token's log-probability must be known; None: not at all."""
         params = self.params
+        asked = EVERY if params.logprobs == ALL else params.logprobs
         if params.use_beam_search:
-            return max(params.logprobs or 0, params.width * (1 + max(1, len(self.stop_ids))))
-        return 0 if params.logprobs is None and params.width > params.n else params.logprobs
+            return max(asked or 0, params.width * (1 + max(1, len(self.stop_ids))))
+        return 0 if asked is None and params.width > params.n else asked
+
+    @property
+    def prompt_scored(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return EVERY if self.params.prompt_logprobs == ALL else self.params.prompt_logprobs
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -98,9 +98,13 @@ class Scheduler:
         sequence.rank = (self.policy.key(sequence), order, 0)
         self.waiting.push(sequence, request.arrival)
 
-    def abort(self, request_id: str) -> list[Event]:
-        """End a request now, wherever it is; its blocks are free when this returns. Unknown ids are no error."""
-        return self._end(self._live.get(request_id, ()), FinishReason.ABORT)
+    def abort(self, request_id: str, error: str | None = None) -> list[Event]:
+        """End a request now, wherever it is, as failed if there is an error; its blocks are free when this returns.
+
+        Unknown ids are no error.
+        """
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        return self._end(self._live.get(request_id, ()), reason, error)
 
     def stop(self, sequence: Sequence) -> list[Event]:
         """End one sequence as stopped: its text has met a stop string, which only the text side can see."""

@@ -74,9 +74,9 @@ class Engine:
         self._check_fault()
         self.scheduler.submit(request)
 
-    def abort(self, request_id: str) -> list[Event]:
-        """End a request now; its blocks are free when this returns."""
-        return self.scheduler.abort(request_id)
+    def abort(self, request_id: str, error: str | None = None) -> list[Event]:
+        """End a request now, as failed if there is an error; its blocks are free when this returns."""
+        return self.scheduler.abort(request_id, error)
 
     def stop(self, sequence: Sequence) -> list[Event]:
         """End one sequence whose text met a stop string."""

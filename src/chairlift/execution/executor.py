@@ -228,7 +228,7 @@ class TorchExecutor:
         found = []
         offset = 0
         for sequence, start, count in slices:
-            asked = sequence.request.params.prompt_logprobs
+            asked = sequence.request.prompt_scored
             last = min(start + count, sequence.prompt_length - 1)
             if asked is not None and sequence.index == 0:
                 for first in range(start, last, _SCORED_ROWS):

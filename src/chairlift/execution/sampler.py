@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from chairlift.core.request import Sequence
+from chairlift.core.request import Processor, Sequence
 from chairlift.ops import sampling
 
 _WIDE = (1 << 64) - 1
@@ -24,6 +24,8 @@ class RowRules:
     stop_ids: torch.Tensor | None
     min_length: int  # until the sequence is this long, its stop tokens are banned
     bad_words: tuple[tuple[torch.Tensor, int], ...]  # how each begins, and the token that would complete it
+    prompt: list[int]
+    processors: tuple[Processor, ...]
 
 
 class Sampler:
@@ -112,6 +114,11 @@ class Sampler:
         logits[index] = part
 
     def _apply_rules(self, logits: torch.Tensor, rule: RowRules, row: int, position: int) -> None:
+        if rule.processors:
+            # Read from the device, which waits for the steps in flight: their tokens may not have come back yet.
+            output = self._tokens[row, len(rule.prompt) : position].tolist()
+            for process in rule.processors:
+                logits.copy_(process(rule.prompt, output, logits))
         if rule.bias is not None:
             ids, values = rule.bias
             logits[ids] += values
@@ -130,7 +137,8 @@ class Sampler:
     def _read_rules(self, sequence: Sequence) -> RowRules | None:
         params, request = sequence.request.params, sequence.request
         must_go_on = params.min_tokens > 0 and bool(sequence.stop_ids)
-        if not (params.logit_bias or params.allowed_token_ids or request.bad_words or must_go_on):
+        is_banned = bool(request.bad_words) or must_go_on
+        if not (params.logit_bias or params.allowed_token_ids or is_banned or request.processors):
             return None
         bias = None
         if params.logit_bias:
@@ -142,6 +150,8 @@ class Sampler:
             stop_ids=self._ids(sequence.stop_ids) if must_go_on else None,
             min_length=sequence.prompt_length + params.min_tokens,
             bad_words=tuple((self._ids(word[:-1]), word[-1]) for word in request.bad_words),
+            prompt=request.prompt,
+            processors=request.processors,
         )
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:

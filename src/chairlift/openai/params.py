@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from chairlift.core.errors import RequestError
-from chairlift.core.params import SamplingParams
+from chairlift.core.params import ALL, SamplingParams
 
 Body = Mapping[str, Any]
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
@@ -44,6 +44,7 @@ _FIELDS: dict[str, str] = {
     "allowed_token_ids": "a list of whole numbers",
     "bad_words": "a list of strings",
     "prompt_logprobs": "a whole number",
+    "truncate_prompt_tokens": "a whole number",
     "use_beam_search": "true or false",
     "length_penalty": "a number",
     "early_stopping": "true, false or 'never'",
@@ -161,6 +162,9 @@ def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Ma
     own = {name: value for name, kind in _FIELDS.items() if (value := get(body, name, kind)) is not None}
     if not own.get("use_beam_search"):  # which has no randomness and goes by the model's own probabilities
         own = {**{name: value for name, value in defaults.items() if name in _FIELDS}, **own}
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", own.get("prompt_logprobs"))):
+        if value == ALL:
+            raise RequestError(f"{name} is -1: those of the whole vocabulary are given in process only; use 0 to 64")
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body), **own)
 
 

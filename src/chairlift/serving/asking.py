@@ -106,6 +106,9 @@ class Reader:
             raise RequestError(f"stop and bad_words cannot be read: {self.no_tokenizer}; use stop_token_ids")
         bad_words = spell_bad_words(params.bad_words, self.tokenizer)
         limits = Limits(hello.max_sequences, hello.step_tokens, hello.max_length, hello.vocab_size)
+        kept = limits.truncate(prompt, params)
+        if len(kept) < len(prompt):
+            text, prompt = None, kept  # an echo shows what the model has read
         limits.check(Request("", prompt, params, bad_words=bad_words))
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
