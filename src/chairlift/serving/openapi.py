@@ -57,6 +57,7 @@ _SAMPLING: dict[str, Schema] = {
     "include_stop_str_in_output": _SWITCH,
     "skip_special_tokens": _SWITCH,
     "prompt_logprobs": _whole(0, 64),
+    "truncate_prompt_tokens": {**_whole(-1), "not": {"const": 0}},
     "stream": _SWITCH,
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _SWITCH}},
     "timeout": _number(0, 604800, exclusiveMinimum=0),
