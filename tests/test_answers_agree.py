@@ -135,3 +135,16 @@ def test_one_that_is_ended_early_keeps_each_token_once(llm: LLM, cases: list[Cas
         assert track.output.metrics.output_tokens == len(tokens)
         lengths.add(len(tokens))
     assert {0, 1, 2, 3} <= lengths
+
+
+def test_beams_do_not_depend_on_what_is_asked_of_the_prompt(llm: LLM) -> None:
+    beams = SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6, ignore_eos=True)
+    choices = [
+        replace(beams, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        for logprobs, prompt_logprobs in product((None, 1), (None, 0, 2))
+    ]
+    outputs = llm.generate([PROMPTS[0]] * len(choices), choices)
+    for output, params in zip(outputs, choices, strict=True):
+        assert [answer.token_ids for answer in output.outputs] == [a.token_ids for a in outputs[0].outputs]
+        assert output.metrics.output_tokens == sum(len(answer.token_ids) for answer in output.outputs) == 12
+        check_scores(output, params)
