@@ -54,6 +54,8 @@ def test_if_none_can_be_answered_the_error_is_raised_unless_it_is_to_be_returned
             llm.generate(prompts, PARAMS)
         results = llm.generate(prompts, PARAMS, on_error="return")
         assert all("99 tokens" in str(result.error) for result in results)
+    with pytest.raises(RequestError, match="prompts is None: give text"):
+        llm.generate(None, PARAMS)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="on_error is 'ignore': use 'raise' or 'return'"):
         llm.generate(GOOD, PARAMS, on_error="ignore")  # type: ignore[arg-type]
 

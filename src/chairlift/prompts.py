@@ -92,7 +92,12 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed = list(prompts)
+    try:
+        listed = list(prompts)
+    except TypeError:
+        raise RequestError(
+            f"prompts is {prompts!r}: give text, a list of token ids, or a list of such prompts"
+        ) from None
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]  # type: ignore[list-item]  # the ids of one prompt
     return listed  # type: ignore[return-value]

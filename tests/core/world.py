@@ -144,8 +144,8 @@ class WatchedScheduler(Scheduler):
         assert self.running == running, "a failure ended sequences of requests that were not in the plan"
         return events
 
-    def abort(self, request_id: str) -> list[Event]:
-        events = super().abort(request_id)
+    def abort(self, request_id: str, error: str | None = None) -> list[Event]:
+        events = super().abort(request_id, error)
         self.check()
         self.events += 1
         return events
