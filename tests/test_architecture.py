@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "vocabulary": {"core.errors", "models", "text"},
     "beam_search": {"outputs", "core", "text"},
     "defaults": {"core", "models"},
-    "driver": {"track", "outputs", "engine", "core"},
+    "driver": {"track", "outputs", "engine", "core", "text"},
     "keywords": {"core"},
     "processors": set(),
     "prompts": {"keywords", "core", "text"},

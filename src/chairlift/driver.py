@@ -8,8 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from chairlift.core.request import Request
 from chairlift.engine.engine import Engine
 from chairlift.outputs import Chunk
+from chairlift.text.tokenizer import Tokenizer
 from chairlift.track import Track
 
 
@@ -22,10 +24,12 @@ class Driver:
         self._listeners: dict[str, Track] = {}  # those that are told of each token
         self._failures: list[tuple[str, str]] = []  # requests that failed outside the engine in this step, and why
 
-    def start(self, track: Track) -> None:
+    def start(self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool) -> Track:
         """Submit a request, or refuse it with a RequestError."""
-        self._engine.submit(track.request)
-        self._tracks[track.request.id] = self._listeners[track.request.id] = track
+        self._engine.submit(request)  # which checks it: nothing may read its prompt before
+        track = Track(request, text, tokenizer, is_streamed=is_streamed)
+        self._tracks[request.id] = self._listeners[request.id] = track
+        return track
 
     def fail(self, request_id: str, error: str) -> None:
         """End a request as failed when the step that runs now is over."""

@@ -306,9 +306,7 @@ class LLM:
             bad_words=spell_bad_words(params.bad_words, tokenizer),
             processors=self._processors(request_id, params) if params.logits_processors else (),
         )
-        track = Track(request, text, tokenizer, is_streamed=is_streamed)
-        self._driver.start(track)
-        return track
+        return self._driver.start(request, text, tokenizer, is_streamed=is_streamed)
 
     def _processors(self, request_id: str, params: SamplingParams) -> tuple[SafeProcessor, ...]:
         fail = partial(self._driver.fail, request_id)
