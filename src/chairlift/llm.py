@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
 from types import TracebackType
@@ -20,6 +18,7 @@ from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.defaults import read_defaults
 from chairlift.driver import Driver
+from chairlift.engine.garbage import no_full_collections
 from chairlift.execution.build import Built, build
 from chairlift.keywords import check_params, either, refuse_unknown
 from chairlift.models.sources import DEFAULT_MODEL
@@ -327,14 +326,3 @@ def judge(outputs: list[RequestOutput], on_error: OnError | None) -> None:
     if on_error == "raise" or len(failed) == len(outputs):
         raise RequestError(first)
     log.warning("%d of %d prompts have an error in place of an answer; %s", len(failed), len(outputs), first)
-
-
-@contextmanager
-def no_full_collections() -> Iterator[None]:
-    """Have Python collect only what is young: to look at all that is loaded takes so long that a GPU would idle."""
-    usual = gc.get_threshold()
-    gc.set_threshold(usual[0], usual[1], 1 << 30)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
