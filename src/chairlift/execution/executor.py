@@ -13,6 +13,7 @@ from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
+from chairlift.execution.crowding import Crowding
 from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
@@ -90,8 +91,9 @@ class TorchExecutor:
         self._limits = limits
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._events: list[torch.Event] = []  # that nobody waits for any more
-        # Where the tokens of a step arrive: they are read long before its turn comes again.
         self._is_cuda = self._device.type == "cuda"
+        self._crowding = Crowding(torch.get_num_threads()) if self._device.type == "cpu" else None
+        # Where the tokens of a step arrive: they are read long before its turn comes again.
         places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
         # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
@@ -117,6 +119,8 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> Ticket:
+        if self._crowding is not None and self._crowding.look():
+            self._crowding.apply()
         if plan.saved or plan.restored or plan.spilled or plan.loaded:
             assert self._host is not None, "a plan that swaps needs host memory"
             self._host.move(plan)
