@@ -1,6 +1,7 @@
 """What tests of every folder share; its place also puts `tiny` on the path."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
 from tiny import make_tiny_model
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # `make test &` starts with SIGINT ignored, and so would every process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

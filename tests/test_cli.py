@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,12 +30,14 @@ def chairlift(*arguments: str, text: str = "") -> subprocess.CompletedProcess[st
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
 
 
+CHAIRLIFT = (sys.executable, "-m", "chairlift")
+
+
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(*arguments: str, program: Sequence[str] = CHAIRLIFT) -> Iterator[subprocess.Popen[bytes]]:
     """A command under way, ended with the block."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "chairlift", *arguments]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
+    with subprocess.Popen([*program, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
         try:
             yield process
         finally:
@@ -165,6 +167,15 @@ def test_ctrl_c_ends_a_run_quietly(endless_model: str) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert process.stderr.read() == b""
+
+
+def test_an_interrupt_ends_a_command_that_a_shell_started_with_sigint_ignored(endless_model: str) -> None:
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "chairlift"]  # as `command &` does
+    with started("run", "Hi", "-m", endless_model, *ENDLESS, program=ignoring) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
 
 
 def test_ctrl_c_in_a_chat_stops_the_answer_alone(endless_model: str) -> None:

@@ -71,6 +71,7 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # one odd byte must not end an answer
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files are closed and processes ended
+    _restore_interrupts()
     try:
         app()
     except ChairliftError as error:
@@ -79,6 +80,18 @@ def main() -> None:
         if not _was_interrupted(error):
             raise
         sys.exit(130)
+
+
+def _restore_interrupts() -> None:
+    """Let SIGINT interrupt this command even where its shell started it with SIGINT ignored.
+
+    A shell without job control (a script, make, CI) ignores SIGINT for commands in the background, and Python keeps an
+    ignored SIGINT ignored. Our commands hold a model's memory or a GPU: a Ctrl-C that ends the script, or a `kill -INT`,
+    must end them too. What should outlive its terminal is started with nohup, which ignores SIGHUP, or with setsid: both
+    work as before.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
