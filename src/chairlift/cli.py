@@ -86,9 +86,9 @@ def _restore_interrupts() -> None:
     """Let SIGINT interrupt this command even where its shell started it with SIGINT ignored.
 
     A shell without job control (a script, make, CI) ignores SIGINT for commands in the background, and Python keeps an
-    ignored SIGINT ignored. Our commands hold a model's memory or a GPU: a Ctrl-C that ends the script, or a `kill -INT`,
-    must end them too. What should outlive its terminal is started with nohup, which ignores SIGHUP, or with setsid: both
-    work as before.
+    ignored SIGINT ignored. Our commands hold a model's memory or a GPU: a Ctrl-C that ends the script, or `kill -INT`,
+    must end them too. A command that should outlive its terminal is started with nohup, which ignores SIGHUP, or with
+    setsid: both work as before.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,7 @@ import pytest
 
 from chairlift.core.errors import ModelError
 from chairlift.models import sources, wheels
-from chairlift.models.sources import ALIASES, DEFAULT_MODEL, Alias, cache_folder, resolve
+from chairlift.models.sources import ALIASES, DEFAULT_MODEL, Alias, cache_folder, names_of, resolve
 from chairlift.models.wheels import Part, WheelFile
 
 CONTENT = bytes(range(256)) * 40
@@ -134,6 +134,12 @@ def test_anything_else_is_an_error_that_lists_what_works(name: str) -> None:
 def test_a_misspelt_alias_is_recognized() -> None:
     with pytest.raises(ModelError, match=r"did you mean smollm2-135m\?"):
         resolve("smolm2-135m")
+
+
+def test_a_model_is_meant_by_what_was_given_its_paths_last_part_and_its_other_short_names() -> None:
+    assert names_of("SmolLM2") == {"SmolLM2", "smollm2", "smollm2-135m"}
+    assert names_of("/models/llama/") == {"/models/llama/", "llama"}
+    assert names_of("org/name") == {"org/name", "name"}
 
 
 def test_the_default_model_is_an_alias_and_is_fetched_with_the_right_content() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
 from chairlift.commands.screen import notes
+
+if TYPE_CHECKING:
+    from chairlift.batch_output import Tally
 
 
 @with_settings
@@ -18,18 +21,28 @@ def batch(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="Requests, as OpenAI's batch lines.", exists=True, dir_okay=False)
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Answers; those already there are kept and skipped.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Answers; those already there are kept, failed requests tried again.")
+    ],
     model: Model = DEFAULT_MODEL,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="The name of the model in IN (default: its own); set it for files made for another server."),
+    ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Answer a file of requests; run it again to go on after an interruption."""
+    """Answer a file of requests; run it again to go on after an interruption, or to try failed requests again.
+
+    The exit status is 1 when a request failed; OUT then has an error line for it.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from chairlift.batch import Tally, count_lines, run_batch
+    from chairlift.batch import check_files, count_lines, run_batch
     from chairlift.llm import LLM
 
     watched = sys.stderr.isatty()
+    check_files(source, target)
     total = count_lines(source)
     llm = LLM(model, progress=watched, **settings)
     start = time.monotonic()
@@ -47,9 +60,21 @@ def batch(
     with Progress(*columns, console=notes, transient=True, disable=not watched) as bar:
         task = bar.add_task("requests", total=total, speed="")
         tally = run_batch(
-            llm, source, target, lambda tally: bar.update(task, completed=tally.lines, speed=speed(tally))
+            llm,
+            source,
+            target,
+            lambda tally: bar.update(task, completed=tally.lines, speed=speed(tally)),
+            served_model_name=served_model_name,
         )
     notes.print(
-        f"{tally.done:,} done, {tally.failed:,} failed, {tally.skipped:,} skipped; "
-        f"{tally.tokens:,} tokens at {speed(tally)}"
+        f"{tally.done:,} done, {tally.failed:,} failed, {tally.skipped:,} answered before; "
+        f"{tally.tokens:,} tokens at {speed(tally)}",
+        markup=False,
     )
+    if tally.failed:
+        for failure in tally.failures:
+            notes.print(f"  {failure}", markup=False)
+        if more := tally.failed - len(tally.failures):
+            notes.print(f"  and {more:,} more: each has an error line in {target}", markup=False)
+        notes.print(f"correct them in {source} and run this again: only failed requests are tried again", markup=False)
+        raise typer.Exit(1)

@@ -73,6 +73,17 @@ def resolve(name: str, *, progress: bool = True) -> Path:
     return hub.fetch(remote["repo"], remote["file"], progress=progress)
 
 
+def names_of(model: str) -> frozenset[str]:
+    """The names that mean a model: as a user gave it, the last part of its path, and its other short names.
+
+    >>> sorted(names_of("smollm2")), sorted(names_of("/models/llama/"))
+    (['smollm2', 'smollm2-135m'], ['/models/llama/', 'llama'])
+    """
+    alias = ALIASES.get(model.lower())
+    short = {name for name, each in ALIASES.items() if each is alias}
+    return frozenset({model, Path(model).name, *short} - {""})
+
+
 def cache_folder() -> Path:
     """Where fetched files are kept, by the platform's convention."""
     if sys.platform == "win32" and "LOCALAPPDATA" in os.environ:

@@ -1,0 +1,229 @@
+"""The output file of a batch job: one line per request, and the job's only state.
+
+A line is appended when its request ends. Answers are kept for good; an error line is removed when a later run tries its
+request again, so that each custom_id has one line. A killed job loses no answer: lines are appended whole, and error
+lines are removed by writing a new file and renaming it over the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from chairlift.core.errors import ChairliftError
+from chairlift.openai import replies
+
+SYNC_SECONDS = 1.0  # what a power cut may cost; a killed process loses nothing that was written
+KEPT_FAILURES = 5  # failures that a summary tells of; the output file has them all
+
+_BEGINNING = b'{"id": "batch_req'  # of every line that a job writes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An input line without an answer, and why."""
+
+    line: int
+    custom_id: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        named = "" if self.custom_id is None else f", custom_id {self.custom_id!r}"
+        return f"line {self.line}{named}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Input lines by what became of them in this run, and the tokens of its answers."""
+
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0  # answered by an earlier run
+    tokens: int = 0
+    failures: list[Failure] = field(default_factory=list)  # the first few
+
+    @property
+    def lines(self) -> int:
+        """Input lines dealt with."""
+        return self.done + self.failed + self.skipped
+
+
+Report = Callable[[Tally], None]
+
+
+class BatchOutput:
+    """The output file: the requests it has answers for, and one more line at a time."""
+
+    def __init__(self, path: Path, report: Report) -> None:
+        check_output(path)
+        self.answered: set[str] = set()
+        self.has_failures = False  # of earlier runs
+        self.tally = Tally()
+        self._report = report
+        self._synced = time.monotonic()
+        try:
+            self._path = path.resolve()  # a link stays a link when the file behind it is replaced
+            self._file = _open_locked(self._path)
+            self._read()
+        except OSError as error:
+            raise ChairliftError(f"{path} cannot be written: {error.strerror or error}") from None
+
+    def __enter__(self) -> BatchOutput:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def answer(self, custom_id: str, body: dict[str, Any]) -> None:
+        """Write the answer to a request."""
+        self.tally.done += 1
+        self.tally.tokens += body["usage"]["completion_tokens"]
+        self._write(custom_id, _response(200, body), None)
+
+    def refuse(self, line: int, custom_id: str, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        """Write that a request asks for what cannot be done."""
+        body = replies.error_object(message, code=None if code == "invalid_request" else code)
+        self._fail(Failure(line, custom_id, message), code, _response(status, body))
+
+    def fail(self, line: int, custom_id: str, message: str) -> None:
+        """Write that the engine failed a request."""
+        body = replies.error_object(message, "server_error")
+        self._fail(Failure(line, custom_id, message), "server_error", _response(500, body))
+
+    def write_off(self, line: int, custom_id: str | None, code: str, message: str) -> None:
+        """Write that an input line is no request."""
+        self._fail(Failure(line, custom_id, message), code, None)
+
+    def skip(self) -> None:
+        """Count a request that an earlier run has answered."""
+        self.tally.skipped += 1
+        self._report(self.tally)
+
+    def remove_failures(self, custom_ids: Set[str]) -> None:
+        """Remove the error lines of requests that are tried again, and those that name no request.
+
+        Answers stay, and error lines of other requests: they may be of another input file. Killed before the rename,
+        the old file is untouched; killed after it, the new one is complete.
+        """
+        tried_again = {None, *custom_ids}
+        scratch = self._path.with_name(f".{self._path.name}.rewrite")
+        try:
+            scratch.unlink(missing_ok=True)  # of a run that was killed here
+            with scratch.open("xb") as kept:
+                shutil.copymode(self._path, scratch)
+                self._file.seek(0)
+                for line in self._file:
+                    record = json.loads(line)
+                    if _is_answer(record) or record["custom_id"] not in tried_again:
+                        kept.write(line)
+                kept.flush()
+                os.fsync(kept.fileno())
+            self._replace_by(scratch)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise ChairliftError(
+                f"{self._path} cannot be rewritten to try failed requests again: {error.strerror or error}"
+            ) from None
+        self.has_failures = False
+
+    def _replace_by(self, scratch: Path) -> None:
+        before = self._file
+        if sys.platform == "win32":
+            before.close()  # a file that is open cannot be replaced there
+            scratch.replace(self._path)
+            self._file = _open_locked(self._path)
+            return
+        after = _open_locked(scratch)  # before others can see it
+        scratch.replace(self._path)
+        self._file = after
+        before.close()
+
+    def _fail(self, failure: Failure, code: str, response: dict[str, Any] | None) -> None:
+        self.tally.failed += 1
+        if len(self.tally.failures) < KEPT_FAILURES:
+            self.tally.failures.append(failure)
+        self._write(failure.custom_id, response, {"code": code, "message": failure.reason, "line": failure.line})
+
+    def _write(self, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+        record = {"id": replies.new_id("batch_req"), "custom_id": custom_id, "response": response, "error": error}
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        now = time.monotonic()
+        if now - self._synced > SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = now
+        self._report(self.tally)
+
+    def _read(self) -> None:
+        """Learn which requests have an answer, and cut off a last line that a crash has torn."""
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            try:
+                record = json.loads(line)
+                custom_id, is_answer = record["custom_id"], _is_answer(record)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+                    self._file.truncate(end)
+                    return
+                raise ChairliftError(
+                    f"{self._path}, line {number}, is no batch result: is this the right file? Nothing was changed"
+                ) from None
+            end += len(line)
+            if not line.endswith(b"\n"):
+                self._file.write(b"\n")  # complete but for its end
+                self._file.flush()
+            if is_answer:
+                self.answered.add(custom_id)
+            else:
+                self.has_failures = True
+
+
+def check_output(path: Path) -> None:
+    """Raise an error for an output path that cannot be a file."""
+    if path.is_dir():
+        raise ChairliftError(f"{path} is a folder: name a file for the answers")
+    if path.exists() and not path.is_file():
+        raise ChairliftError(f"{path} is no regular file, and a job is continued from what its file holds: name a file")
+    if not path.absolute().parent.is_dir():
+        raise ChairliftError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def _is_answer(record: dict[str, Any]) -> bool:
+    """Whether a line of the output holds an answer; an error may be told in the response alone."""
+    response = record["response"] or {}
+    return record["error"] is None and response.get("status_code") == 200
+
+
+def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": replies.new_id("req"), "body": body}
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a file to read and append, for this job alone."""
+    while True:
+        file = path.open("a+b")
+        _lock(file, path)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # another job has replaced it since it was opened
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ChairliftError(f"{path} is in use by another job: wait for it, or name another file") from None
