@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from chairlift.models import sources
 from tiny import make_tiny_model
 
 STATS = re.compile(r"(\d+) tokens?(, [\d.]+ tok/s)?, first token after [\d.]+ s")
+
+
+SETTING = re.compile(rf"(?<![\w-])({'|'.join(found.name for _, found in options() if '_' in found.name)})(?!\w)")
 
 
 def chairlift(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -69,7 +72,7 @@ def test_help_comes_without_loading_torch() -> None:
 
 
 def test_every_setting_is_a_flag() -> None:
-    shown = chairlift("run", "--help").stdout
+    shown = chairlift("run", "--help-all").stdout
     names = {found.name for _, found in options()} | {flag.name for flag in SAMPLING}
     assert [name for name in sorted(names) if f"--{name.replace('_', '-')}" not in shown] == []
 
@@ -101,10 +104,17 @@ def test_run_completes_what_comes_through_a_pipe_several_times(tiny_model: Path)
     ("arguments", "message"),
     [
         (["run", "Hi", "--model", "no-such-model"], "no model 'no-such-model'"),
-        (["run", "Hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["run", "Hi", "--temperature", "-1"], "--temperature is -1.0"),
+        (["run", "Hi", "--max-tokens", "0"], "--max-tokens is 0, out of range: use 1 or more"),
+        (["run", "Hi", "--kv-tokens", "0"], "--kv-tokens is 0: use 1 or more, or leave it out"),
+        (["run", "Hi", "--disk-cache", "x", "--host-tokens", "0"], "--disk-cache is reached through host memory"),
+        (["run", "Hi", "--max-length", "1"], "--max-length is 1"),
+        (["serve", "--target-tpot", "1s", "--prefill", "whole"], "so leave --prefill at chunked or --target-tpot out"),
+        (["serve", "no-such-model"], "no model 'no-such-model'"),
+        (["serve", "one", "--model", "other"], "MODEL is 'one' and --model is 'other': give one of them"),
         (["run", ""], "the prompt is empty"),
-        (["chat", "--block-size", "7"], "block_size is 7"),
-        (["chat", "--device", "abacus"], "device 'abacus'"),
+        (["chat", "--block-size", "7"], "--block-size is 7"),
+        (["chat", "--device", "abacus"], "--device 'abacus' is unknown"),
         (["pull", "no-such-model"], "no model 'no-such-model'"),
         (["bench", "offline", "--workload", "nothing"], "there is no workload 'nothing'"),
         (["bench", "offline", "--shape", "smollm2-135m", "--compare", "abacus"], "there is no engine 'abacus'"),
@@ -118,6 +128,7 @@ def test_what_the_user_got_wrong_is_one_line(
         cli.main()
     said = str(left.value.code)  # Python writes it to stderr and exits with 1
     assert said.startswith("error: ") and message in said and "\n" not in said
+    assert "None" not in said and not SETTING.search(said), "the command line has flags"
 
 
 def test_an_error_leaves_no_traceback_and_exits_with_one() -> None:
@@ -195,26 +206,47 @@ def test_ctrl_c_in_a_chat_stops_the_answer_alone(endless_model: str) -> None:
         assert process.returncode == 0 and b"Traceback" not in rest
 
 
-def test_chat_in_a_terminal_prompts_and_leaves_with_ctrl_d(tiny_model: Path) -> None:
+@contextmanager
+def in_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[bytes], bytes], int]]:
+    """A command in a terminal, a function that reads what it writes up to some bytes, and where keys are typed."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "chairlift", "chat", "-m", str(tiny_model), "--max-tokens", "5"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True) as process:
+    with subprocess.Popen([*CHAIRLIFT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         seen = b""
 
-        def read_until(wanted: bytes) -> None:
+        def read_until(wanted: bytes) -> bytes:
             nonlocal seen
             while wanted not in seen:
                 seen += os.read(ours, 4096)
-            seen = seen.split(wanted, 1)[1]
+            before, seen = seen.split(wanted, 1)
+            return before
 
         try:
-            read_until(b"> ")
-            os.write(ours, b"Hi\n")
-            read_until(b"first token after")
-            read_until(b"> ")
-            os.write(ours, b"\x04")
-            assert process.wait(20) == 0
+            yield process, read_until, ours
         finally:
             process.kill()
             os.close(ours)
+
+
+def test_chat_in_a_terminal_prompts_and_leaves_with_ctrl_d(tiny_model: Path) -> None:
+    with in_a_terminal("chat", "-m", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
+        read_until(b"> ")
+        os.write(typed, b"Hi\n")
+        read_until(b"first token after")
+        read_until(b"> ")
+        os.write(typed, b"\x04")
+        assert process.wait(20) == 0
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: Path) -> None:
+    with in_a_terminal("chat", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
+        read_until(b"> ")
+        process.send_signal(signal.SIGINT)
+        assert b"press Ctrl-C again to leave" in read_until(b"> ")
+        os.write(typed, b"Hi\n")
+        read_until(b"first token after")
+        read_until(b"> ")
+        process.send_signal(signal.SIGINT)  # the first again, since a message was sent in between
+        assert b"press Ctrl-C again to leave" in read_until(b"> ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0

@@ -18,6 +18,7 @@ from chairlift.commands.bench_chat import bench_chat
 from chairlift.commands.bench_kv import kv
 from chairlift.commands.bench_sizes import sizes
 from chairlift.commands.chat import chat
+from chairlift.commands.command import Command, Group
 from chairlift.commands.compare import compare
 from chairlift.commands.explain import explain
 from chairlift.commands.profile import profile
@@ -29,25 +30,20 @@ from chairlift.core.errors import ChairliftError
 app = typer.Typer(
     name="chairlift",
     help="Run large language models with continuous batching on a paged KV cache.",
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
-app.command()(serve)
-app.command()(explain)
-app.command()(run)
-app.command()(chat)
-app.command()(batch)
-app.command()(pull)
-bench.app.command()(cache)
-bench.app.command()(kv)
-bench.app.command("chat")(bench_chat)
-bench.app.command()(agreement)
-bench.app.command()(sizes)
+for each in (serve, explain, run, chat, batch, pull):
+    app.command(cls=Command)(each)
+for each in (cache, kv, agreement, sizes):
+    bench.app.command(cls=Command)(each)
+bench.app.command("chat", cls=Command)(bench_chat)
 app.add_typer(bench.app, name="bench")
-app.command()(compare)
-app.command()(profile)
+for each in (compare, profile):
+    app.command(cls=Command)(each)
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
-from chairlift.commands.screen import notes
+from chairlift.commands.screen import begin_loading, notes
 
 if TYPE_CHECKING:
     from chairlift.batch_output import Tally
@@ -39,11 +39,13 @@ def batch(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from chairlift.batch import check_files, count_lines, run_batch
-    from chairlift.llm import LLM
 
     watched = sys.stderr.isatty()
     check_files(source, target)
     total = count_lines(source)
+    begin_loading(model, settings, is_told=watched)
+    from chairlift.llm import LLM
+
     llm = LLM(model, progress=watched, **settings)
     start = time.monotonic()
 

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.command import Command, Group
+from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
 if TYPE_CHECKING:
     from chairlift.bench.serve import Progress
 
-app = typer.Typer(help="Measure speed.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed.", cls=Group, no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings
+@with_model("")
 def offline(
-    model: Model = "",
     shape: Annotated[
         str | None, typer.Option(help="A model's shape with random weights, such as smollm2-135m, in place of --model.")
     ] = None,
@@ -58,6 +59,7 @@ def offline(
         Path | None, typer.Option("--json", help="Write every run's numbers to this file, too.")
     ] = None,
     *,
+    model: str,
     settings: dict[str, Any],
 ) -> None:
     """A workload given all at once: tokens and requests per second, how long answers take, what the machine allows."""
@@ -94,7 +96,7 @@ def offline(
         show(report.steps_table(summary["engines"][0]["info"]["steps"]))
 
 
-@app.command()
+@app.command(cls=Command)
 def scheduler() -> None:
     """What the scheduler itself costs in each step, however many requests wait."""
     from rich.table import Table
@@ -111,7 +113,7 @@ def scheduler() -> None:
     show(shown)
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,

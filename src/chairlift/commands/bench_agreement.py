@@ -11,15 +11,13 @@ import typer
 
 from chairlift.commands.bench import show
 from chairlift.commands.compare import progress_bar
-from chairlift.commands.options import DEFAULT_MODEL, with_settings
+from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
 from chairlift.core.errors import ChairliftError
 
 
 @with_settings
+@with_model("")
 def agreement(
-    model: Annotated[
-        str, typer.Argument(help="A short name, a folder, a .gguf file, or org/name on the hub.", show_default=False)
-    ] = "",
     shape: Annotated[
         str | None, typer.Option(help="A model's shape with random weights, such as stories15m, in place of MODEL.")
     ] = None,
@@ -32,6 +30,7 @@ def agreement(
     tokens: Annotated[int, typer.Option(help="Length of each answer.", min=1)] = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")] = None,
     *,
+    model: str,
     settings: dict[str, Any],
 ) -> None:
     """Greedy answers in 16 bits beside transformers', on the same weights: tokens, and errors against float32."""

@@ -9,11 +9,9 @@ from typing import Annotated
 import typer
 
 from chairlift.commands.bench import show
-from chairlift.commands.compare import NO_PLOTS, progress_bar
-from chairlift.commands.screen import notes
+from chairlift.commands.compare import progress_bar
+from chairlift.commands.pictures import check_picture
 from chairlift.core.errors import ChairliftError
-
-_PICTURES = (".svg", ".png")
 
 
 def cache(
@@ -33,8 +31,8 @@ def cache(
 
     if plot is not None and trace is None:
         raise ChairliftError("--plot draws what is found in a trace: add --trace FILE")
-    if plot is not None and plot.suffix not in _PICTURES:
-        raise ChairliftError(f"{plot} is no picture: let its name end in {' or '.join(_PICTURES)}")
+    if plot is not None:
+        check_picture(plot)
     for file in (plot, json_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ChairliftError(f"{file} cannot be written: there is no such folder")
@@ -49,11 +47,6 @@ def cache(
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=2) + "\n")
     if plot is not None:
-        try:
-            from chairlift.bench.cache_plot import draw
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] != "matplotlib":
-                raise
-            notes.print(NO_PLOTS, markup=False)
-            return
+        from chairlift.bench.cache_plot import draw
+
         draw(summary["trace"], plot)

@@ -10,13 +10,13 @@ import typer
 
 from chairlift.commands.bench import show
 from chairlift.commands.compare import progress_bar
-from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
 from chairlift.core.errors import ChairliftError
 
 
 @with_settings
+@with_model("")
 def bench_chat(
-    model: Model = "",
     shape: Annotated[
         str | None, typer.Option(help="A model's shape with random weights, such as stories15m, in place of --model.")
     ] = None,
@@ -28,6 +28,7 @@ def bench_chat(
     workload_seed: Annotated[int, typer.Option(help="Another seed draws other tokens.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")] = None,
     *,
+    model: str,
     settings: dict[str, Any],
 ) -> None:
     """The same chat sessions with the prefix cache and without: first tokens, prompt tokens computed, speed."""

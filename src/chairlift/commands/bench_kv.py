@@ -14,7 +14,9 @@ from chairlift.core.errors import ChairliftError
 
 @with_settings
 def kv(
-    text: Annotated[Path, typer.Argument(help="A text file of some thousand words, for perplexity and prompts.")],
+    text: Annotated[
+        Path, typer.Argument(metavar="TEXT", help="A text file of some thousand words, for perplexity and prompts.")
+    ],
     model: Model = DEFAULT_MODEL,
     repeat: Annotated[int, typer.Option(help="Turns of decoding; medians are shown.", min=1)] = 5,
     *,

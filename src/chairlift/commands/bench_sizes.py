@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from chairlift.commands.bench import show
-from chairlift.commands.compare import NO_PLOTS, progress_bar
+from chairlift.commands.compare import progress_bar
 from chairlift.commands.options import DEFAULT_MODEL
+from chairlift.commands.pictures import check_picture
 from chairlift.core.errors import ChairliftError
 
-_PICTURES = (".svg", ".png")
 _FEW, _MANY = "1,2,4,8,16,32,64", "1,2,4,8,16,32,64,128,256"
 
 
@@ -45,10 +44,8 @@ def sizes(
     """
     from chairlift.bench.sizes import measure, read_sizes, table
 
-    if plot is not None and plot.suffix not in _PICTURES:
-        raise ChairliftError(f"{plot} is no picture: let its name end in {' or '.join(_PICTURES)}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ChairliftError(NO_PLOTS)
+    if plot is not None:
+        check_picture(plot)
     for file in (plot, json_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ChairliftError(f"{file} cannot be written: there is no such folder")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from chairlift.commands.options import DEFAULT_MODEL, GivenSampling, Model, with_sampling, with_settings
+from chairlift.commands.options import GivenSampling, with_model, with_sampling, with_settings
 from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 HELP = """/reset  begin a new conversation
 /quit   leave (or Ctrl-D)
 /help   show this
-Ctrl-C  stop the answer; twice: leave"""
+Ctrl-C  stop the answer; twice at the prompt: leave"""
 
 
 @with_settings
 @with_sampling
+@with_model()
 def chat(
-    model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     *,
+    model: str,
     sampling: GivenSampling,
     settings: dict[str, Any],
 ) -> None:
     """Talk to a model in the terminal."""
+    llm = open_llm(model, settings, is_told=True)
     from chairlift.execution.build import choose_device
 
-    llm = open_llm(model, settings)
     conversation = Conversation(llm, system, sampling.on(llm.defaults))
     dtype = str(llm.config.dtype).removeprefix("torch.")
     notes.print(f"[bold]{model}[/] on {choose_device(llm.settings.model.device)} in {dtype}; /help for help")
@@ -120,14 +121,22 @@ def lines() -> Iterator[str]:
         return
     with contextlib.suppress(ImportError):  # gives input() a history and arrow keys
         import readline  # noqa: F401
+    was_interrupted = False
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
-            print("\n(/quit or Ctrl-D leaves)")
+            print()
+            if was_interrupted:
+                return
+            was_interrupted = True
+            print("(press Ctrl-C again to leave)")
+        else:
+            was_interrupted = False
+            yield line
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from chairlift.commands.bench import show
-from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
+from chairlift.commands.pictures import need_matplotlib
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import options
 
-NO_PLOTS = "no pictures: matplotlib is not installed; get it with: pip install 'chairlift[plots]'"
 _CHOICES = {found.name: " ".join(found.metadata["choices"]) for _, found in options()}
 
 
@@ -27,6 +27,7 @@ def _axis(name: str, help: str) -> Any:
 
 
 @with_settings
+@with_model("")
 def compare(
     batching: Annotated[list[str] | None, _axis("batching", "When the batch takes new requests")] = None,
     prefill: Annotated[list[str] | None, _axis("prefill", "How prompts share a step with decodes")] = None,
@@ -37,7 +38,6 @@ def compare(
         bool,
         typer.Option("--naive", help="Also run transformers' generate on padded batches.", rich_help_panel="The grid"),
     ] = False,
-    model: Model = "",
     shape: Annotated[
         str | None, typer.Option(help="A model's shape with random weights, such as smollm2-135m, in place of --model.")
     ] = None,
@@ -96,6 +96,7 @@ def compare(
         Path | None, typer.Option("--json", help="Write everything, each request and step too, to this file.")
     ] = None,
     *,
+    model: str,
     settings: dict[str, Any],
 ) -> None:
     """Run one workload with every combination of scheduling choices, on this machine, and show the differences.
@@ -113,6 +114,8 @@ def compare(
         raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
     if output is not None and output.exists() and not output.is_dir():
         raise ChairliftError(f"{output} is a file, not a folder for pictures: name another")
+    if output is not None:
+        need_matplotlib("--output", "--json FILE writes the numbers without")
     settings["max_sequences"] = max_sequences
     if shape:
         settings["load_format"] = "dummy"
@@ -156,22 +159,12 @@ def compare(
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         (output / "numbers.json").write_text(json.dumps(summary) + "\n")
-        draw(summary, output, picture)
+        from chairlift.bench.plots import draw_all
+
+        drawn = draw_all(summary, output, picture)
+        notes.print(f"drew {', '.join(map(str, drawn))}", style="dim", markup=False)
     if was_interrupted:
         raise typer.Exit(130)
-
-
-def draw(summary: dict[str, Any], folder: Path, kind: str) -> None:
-    """Draw the pictures, or say how to get them."""
-    try:
-        from chairlift.bench.plots import draw_all
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        notes.print(NO_PLOTS, markup=False)
-        return
-    drawn = draw_all(summary, folder, kind)
-    notes.print(f"drew {', '.join(map(str, drawn))}", style="dim", markup=False)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -20,7 +19,11 @@ _TIMEOUT = 30.0  # seconds; the server answers sooner, if only to say that its e
 
 def explain(
     request_id: Annotated[
-        str, typer.Argument(help="As in the reply's header X-Request-Id, the id of its chunks, or your own request_id.")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="As in the reply's header X-Request-Id, the id of its chunks, or your own request_id.",
+        ),
     ],
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
@@ -28,6 +31,8 @@ def explain(
     ] = None,
 ) -> None:
     """Why a request waits, or how far it has come."""
+    import asyncio
+
     reply = asyncio.run(_ask(url, f"/v1/requests/{quote(request_id, safe='')}", api_key))
     match reply.status, reply.json():
         case 200, {"answers": [_, *_] as answers, "unfinished": int(unfinished)}:
@@ -38,6 +43,8 @@ def explain(
 
 
 async def _ask(url: str, path: str, api_key: str | None) -> Reply:
+    import asyncio
+
     from chairlift.bench import http
 
     server = http.Server.parse(url, api_key)

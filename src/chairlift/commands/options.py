@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import typer
 
+from chairlift.commands.help import HelpAll
+from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings, options
 
@@ -18,10 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"  # models.sources has it too, but importing that would import torch; a test compares
 
-Model = Annotated[
-    str,
-    typer.Option("--model", "-m", help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub."),
-]
+_MODEL_HELP = f"A short name, a folder, a .gguf file, or org/name on the Hugging Face hub (default: {DEFAULT_MODEL})."
+Model = Annotated[str, typer.Option("--model", "-m", metavar="NAME", help=_MODEL_HELP, show_default=False)]
 Command = Callable[..., Any]
 ALIASES = {"step_tokens": ("--max-batch-tokens",)}  # what others call it
 
@@ -75,6 +75,26 @@ class GivenSampling:
         return GivenSampling(given)
 
 
+def with_model(default: str = DEFAULT_MODEL) -> Callable[[Command], Command]:
+    """Give a command its model, which a user may name as the argument MODEL or with --model, as the keyword `model`."""
+    argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+    option = Annotated[str | None, typer.Option("--model", "-m", metavar="NAME", help="The same as MODEL.")]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    flags = [
+        inspect.Parameter("model_argument", kind, default=None, annotation=argument),
+        inspect.Parameter("model", kind, default=None, annotation=option),
+    ]
+
+    def choose(values: dict[str, Any]) -> str:
+        first, second = values["model_argument"], values["model"]
+        if first is not None and second is not None and first != second:
+            raise ChairliftError(f"MODEL is {first!r} and --model is {second!r}: give one of them")
+        given = first if first is not None else second
+        return default if given is None else str(given)
+
+    return lambda command: _gather(command, flags, "model", choose)
+
+
 def with_settings(command: Command) -> Command:
     """Give a command a flag for each engine setting; it gets them together, as the keyword `settings`.
 
@@ -92,7 +112,12 @@ def with_settings(command: Command) -> Command:
         flags.append(_parameter(found.name, kind, found.default, found.metadata["help"], f"{group.title()} settings"))
         if found.metadata.get("is_time"):
             flags[-1] = _timed(flags[-1])
-    return _gather(command, flags, "settings", lambda values: values)
+    shown = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
+
+    def settings(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name != "help_all"}
+
+    return _gather(command, [*flags, shown], "settings", settings)
 
 
 def with_sampling(command: Command) -> Command:
@@ -146,6 +171,8 @@ def _gather(
 
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.name != keyword]
-    gathered.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
-    gathered.__annotations__ = {each.name: each.annotation for each in (*own, *flags)}
+    own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]  # they are given by name
+    parameters = [*flags, *own] if keyword == "model" else [*own, *flags]  # in the order of the help
+    gathered.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    gathered.__annotations__ = {each.name: each.annotation for each in parameters}
     return gathered

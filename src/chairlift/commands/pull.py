@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from chairlift.commands.options import with_model
 
 
-def pull(
-    name: Annotated[str, typer.Argument(help="A short name, or org/name or org/name:file.gguf on the hub.")],
-) -> None:
-    """Fetch a model and print where it lies."""
+@with_model()
+def pull(*, model: str) -> None:
+    """Fetch a model and print the path of its file or folder."""
     from chairlift.models.sources import resolve
 
-    print(resolve(name, progress=True))
+    print(resolve(model, progress=True))

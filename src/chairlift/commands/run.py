@@ -21,7 +21,9 @@ SEPARATOR = "---"
 @with_settings
 @with_sampling
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads it from stdin.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - or nothing reads it from stdin.")
+    ] = None,
     model: Model = DEFAULT_MODEL,
     chat: Annotated[
         bool | None,

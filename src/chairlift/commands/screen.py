@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from chairlift.core.settings import Settings
+
 if TYPE_CHECKING:
     from chairlift.llm import LLM
     from chairlift.outputs import Chunk
@@ -20,8 +22,20 @@ notes = Console(stderr=True, highlight=False, soft_wrap=True)
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def open_llm(model: str, settings: dict[str, Any]) -> LLM:
+def begin_loading(model: str, settings: dict[str, Any], *, is_told: bool) -> None:
+    """Check the settings, say what is loaded, and fetch it if it must be, before the import of torch takes seconds."""
+    Settings.of(**settings)
+    if is_told:
+        notes.print(f"loading {model}", style="dim", markup=False)
+    if settings.get("load_format") != "dummy":
+        from chairlift.models.sources import resolve
+
+        resolve(model, progress=is_told)
+
+
+def open_llm(model: str, settings: dict[str, Any], *, is_told: bool | None = None) -> LLM:
     """Load a model, with its progress on stderr where someone watches."""
+    begin_loading(model, settings, is_told=sys.stderr.isatty() if is_told is None else is_told)
     from chairlift.llm import LLM
 
     settings = {"seed": secrets.randbits(31), **settings}  # a person who asks twice wants two answers

@@ -8,21 +8,19 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from chairlift.commands.options import DEFAULT_MODEL, with_settings
-from chairlift.commands.screen import notes
+from chairlift.commands.options import with_model, with_settings
+from chairlift.commands.screen import begin_loading, notes
 
 
 @with_settings
+@with_model()
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="A short name, a folder, a .gguf file, or org/name on the Hugging Face hub.")
-    ] = DEFAULT_MODEL,
     host: Annotated[
         str, typer.Option(help="Where to listen; 0.0.0.0 opens it to the network: set API keys then.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any that is free.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model (default: as it was given here).")
+        str | None, typer.Option(help="The model's name in the API (default: as given here).")
     ] = None,
     api_keys: Annotated[
         Path | None,
@@ -60,7 +58,8 @@ def serve(
         Literal["vllm"] | None, typer.Option(help="Also expose metrics under vLLM's names, for existing dashboards.")
     ] = None,
     otlp_endpoint: Annotated[
-        str | None, typer.Option(help="Where to send OpenTelemetry traces over HTTP; needs chairlift[otel].")
+        str | None,
+        typer.Option(help="Where to send OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
     ] = None,
     log_format: Annotated[
         Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")
@@ -69,12 +68,12 @@ def serve(
         Literal["debug", "info", "warning", "error"], typer.Option(help="info has a line for every request.")
     ] = "info",
     *,
+    model: str,
     settings: dict[str, Any],
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
-    from chairlift.serving.server import Plan, run
 
     chosen = Settings.of(**settings)  # a wrong value is refused here, before a process is started
     if chosen.scheduling.batching == "static":
@@ -89,6 +88,9 @@ def serve(
             raise SettingsError(f"{file} is not there: give --tls-cert and --tls-key files that are")
     if request_timeout is not None and request_timeout <= 0:
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
+    begin_loading(model, settings, is_told=True)
+    from chairlift.serving.server import Plan, run
+
     plan = Plan(
         model=model,
         name=served_model_name or model,

