@@ -238,15 +238,23 @@ def test_chat_in_a_terminal_prompts_and_leaves_with_ctrl_d(tiny_model: Path) -> 
         assert process.wait(20) == 0
 
 
+def interrupt_while_it_reads(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process that sleeps: between prompt and read, Python keeps a signal until a key is pressed."""
+    while Path("/proc/self/stat").exists() and process.poll() is None:
+        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S":
+            break
+    process.send_signal(signal.SIGINT)
+
+
 def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: Path) -> None:
     with in_a_terminal("chat", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
         read_until(b"> ")
-        process.send_signal(signal.SIGINT)
+        interrupt_while_it_reads(process)
         assert b"press Ctrl-C again to leave" in read_until(b"> ")
         os.write(typed, b"Hi\n")
         read_until(b"first token after")
         read_until(b"> ")
-        process.send_signal(signal.SIGINT)  # the first again, since a message was sent in between
+        interrupt_while_it_reads(process)  # the first again, since a message was sent in between
         assert b"press Ctrl-C again to leave" in read_until(b"> ")
-        process.send_signal(signal.SIGINT)
+        interrupt_while_it_reads(process)
         assert process.wait(20) == 0

@@ -299,17 +299,23 @@ def test_the_command_writes_a_table_numbers_and_pictures(model: str, tmp_path: P
     assert [len(run["requests"]) for cell in summary["cells"] for run in cell["runs"]] == [12] * len(summary["cells"])
 
 
-def test_without_matplotlib_there_are_numbers_and_advice(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [("compare", "--output", "pictures"), ("bench", "cache", "--trace", "x", "--plot", "a.svg")]
+)
+def test_without_matplotlib_pictures_are_refused_before_anything_is_measured(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
     hide = "import sys; sys.modules['matplotlib'] = None; from chairlift import cli; cli.main()"
-    asked = [sys.executable, "-c", hide, *command(model, "--batching", "continuous", "--output", str(tmp_path))[3:]]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
+    asked = [sys.executable, "-c", hide, *flags]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith(f"error: {flags[-2]} draws with")
     assert "pip install 'chairlift[plots]'" in done.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["numbers.json"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_choice_is_one_line(model: str) -> None:
     done = subprocess.run(command(model, "--policy", "luck"), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("error: policy is 'luck': use one of fcfs")
+    assert done.returncode == 1 and done.stderr.startswith("error: --policy is 'luck': use one of fcfs")
 
 
 def test_a_tenant_alone_keeps_the_moments_it_has_among_the_others() -> None:

@@ -113,5 +113,5 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pyte
     ):
         error = invoke(*given).exception
         assert isinstance(error, ChairliftError) and told in str(error), given
-    monkeypatch.setattr("chairlift.commands.bench_sizes.find_spec", lambda _name: None)
+    monkeypatch.setattr("chairlift.commands.pictures.find_spec", lambda _name: None)
     assert "pip install 'chairlift[plots]'" in str(invoke("--plot", "picture.png").exception)

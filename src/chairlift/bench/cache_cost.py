@@ -14,6 +14,7 @@ from time import perf_counter
 
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.words import counted
 
 _BLOCK = 16
 _WIDTH = 4 * _BLOCK  # bytes of a block's tokens
@@ -44,7 +45,7 @@ def run(
     """
     rows = []
     for blocks in cached:
-        notice(f"{blocks:,} cached blocks")
+        notice(f"{counted(blocks, 'cached block')}")
         with _without_collection():
             rows.append(_measure(blocks, prompt, repeat))
     return rows

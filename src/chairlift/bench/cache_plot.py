@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from chairlift.bench.plots import COLORS, FAINT, INK, LOOK, PAPER, headed, save
+from chairlift.core.words import counted
 
 _HEIGHT = 3.4
 _SHOWN = 0.16  # of the width, for the names at the right
@@ -22,7 +23,9 @@ def draw(trace: dict[str, Any], file: Path) -> None:
 
 
 def _figure(trace: dict[str, Any]) -> Figure:
-    told = f"{trace['name']}: {trace['requests']:,} requests, {trace['distinct']:,} distinct blocks of "
+    told = (
+        f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['distinct'], 'distinct block')} of "
+    )
     figure = headed("Blocks found in the cache, by its size", f"{told}{trace['block_tokens']} tokens", _HEIGHT)
     axes = figure.add_axes((0.06, 0.19, 0.93 - _SHOWN, 0.6))
     rows, blocks = trace["sizes"], trace["blocks"]

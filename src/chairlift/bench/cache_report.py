@@ -14,6 +14,7 @@ from rich.text import Text
 from chairlift import __version__
 from chairlift.bench.cache_cost import CostRow
 from chairlift.bench.cache_trace import BLOCK_TOKENS, OURS, SizeRow, Trace, infinite
+from chairlift.core.words import counted
 
 Summary = dict[str, Any]
 
@@ -64,8 +65,8 @@ def trace_table(trace: Summary) -> Table:
     most = trace["infinite"]
     shown = Table(
         title=Text(
-            f"{trace['name']}: {trace['requests']:,} requests, {trace['blocks']:,} blocks of {trace['block_tokens']} "
-            f"tokens, {trace['distinct']:,} of them distinct"
+            f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['blocks'], 'block')} of "
+            f"{counted(trace['block_tokens'], 'token')}, {trace['distinct']:,} of them distinct"
         ),
         title_justify="left",
         caption=Text(
@@ -77,7 +78,7 @@ def trace_table(trace: Summary) -> Table:
     shown.add_column("cache")
     for row in trace["sizes"]:
         share = row["size"] / trace["distinct"]
-        label = f"{row['size']:,} blocks\n{_count(row['size'] * trace['block_tokens'])} tokens, {share:.0%}"
+        label = f"{counted(row['size'], 'block')}\n{_count(row['size'] * trace['block_tokens'])} tokens, {share:.0%}"
         shown.add_column(label, justify="right", no_wrap=True)
     for name in trace["sizes"][0]["hits"]:
         shown.add_row(name, *(_cell(row, name, trace["blocks"]) for row in trace["sizes"]))

@@ -17,6 +17,7 @@ from chairlift.bench.eviction import RIVALS, Clairvoyant, Eviction
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.errors import ChairliftError
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.words import counted
 
 BLOCK_TOKENS = 512  # of a block in Mooncake's format
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)  # of a trace's distinct blocks that a cache has room for
@@ -122,12 +123,12 @@ def run(trace: Trace, sizes: Sequence[int], notice: Callable[[str], None], advan
     rows = []
     for size in sizes:
         hits = {}
-        notice(f"{size:,} blocks, {OURS}")
+        notice(f"{counted(size, 'block')}, {OURS}")
         hits[OURS] = engine_hits(trace, size, advance)
         for name, rule in RIVALS.items():
-            notice(f"{size:,} blocks, {name}")
+            notice(f"{counted(size, 'block')}, {name}")
             hits[name] = hits_of(trace, size, rule(size), advance)
-        notice(f"{size:,} blocks, the optimum")
+        notice(f"{counted(size, 'block')}, the optimum")
         rows.append(SizeRow(size, optimum(trace, size, advance), hits))
     return rows
 

@@ -23,6 +23,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Outcome, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
+from chairlift.core.words import counted
 from chairlift.engine.engine import Engine
 from chairlift.execution.build import Loaded, assemble, load_model
 
@@ -238,8 +239,8 @@ def table(summary: Summary) -> Table:
     chat, cached, plain, least = summary["chat"], summary["with"], summary["without"], summary["least_tokens"]
     shown = Table(
         title=Text(
-            f"{summary['model']}: {chat['sessions']:,} sessions of {chat['turns']} turns,\n"
-            f"{chat['system_tokens']:,} tokens of system prompt, {chat['user_tokens']:,} of a question, "
+            f"{summary['model']}: {counted(chat['sessions'], 'session')} of {counted(chat['turns'], 'turn')},\n"
+            f"{counted(chat['system_tokens'], 'token')} of system prompt, {chat['user_tokens']:,} of a question, "
             f"{chat['answer_tokens']:,} of an answer"
         ),
         title_justify="left",

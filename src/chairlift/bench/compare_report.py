@@ -18,6 +18,7 @@ from chairlift.bench.compare import Cell, Comparison
 from chairlift.bench.drive import Answer, Run
 from chairlift.bench.mixes import Mix
 from chairlift.bench.report import Metrics, middle, percentile
+from chairlift.core.words import counted
 
 Columns = tuple[tuple[str, str, str], ...]  # name, label, how it is written
 
@@ -263,8 +264,8 @@ def title(summary: dict[str, Any]) -> str:
     """What ran, in one line."""
     work = summary["workload"]
     return (
-        f"{work['name']}: {len(work['requests']):,} requests, {work['prompt_tokens']:,} prompt and "
-        f"{work['output_tokens']:,} output tokens, {summary['seats']} seats"
+        f"{work['name']}: {counted(len(work['requests']), 'request')}, {work['prompt_tokens']:,} prompt and "
+        f"{counted(work['output_tokens'], 'output token')}, {counted(summary['seats'], 'seat')}"
     )
 
 
@@ -275,7 +276,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
     lengths = (
         "max_tokens is each answer's length" if work["lengths_are_known"] else f"max_tokens is {work['max_tokens']:,}"
     )
-    found = [f"{summary['device']}, {summary['dtype']}; {lengths}; median of {runs} run{'s' * (runs > 1)}"]
+    found = [f"{summary['device']}, {summary['dtype']}; {lengths}; median of {counted(runs, 'run')}"]
     for bound in summary["bounds"]:
         static, continuous = bound["passes"]
         found.append(

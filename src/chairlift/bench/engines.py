@@ -17,6 +17,7 @@ import chairlift
 from chairlift.bench.peers import Task
 from chairlift.bench.workloads import Workload
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 
 
 class UnavailableError(ChairliftError):
@@ -53,7 +54,8 @@ class Engine:
         for number, (answer, count) in enumerate(zip(run["requests"], workload.outputs, strict=True)):
             if len(answer["tokens"]) != count:
                 raise ChairliftError(
-                    f"{name} answered request {number} with {len(answer['tokens'])} tokens, not {count}: no comparison"
+                    f"{name} answered request {number} with {counted(len(answer['tokens']), 'token')}, not {count}: "
+                    "no comparison"
                 )
         self.contender.runs.append(run)
 

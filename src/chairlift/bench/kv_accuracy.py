@@ -13,6 +13,7 @@ from rich.table import Table
 
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
+from chairlift.core.words import counted
 from chairlift.llm import LLM
 from chairlift.ops.kv_quant import KV_DTYPES
 
@@ -63,7 +64,9 @@ def _judge(llm: LLM, kv_dtype: str, text: str) -> Measured:
         raise ChairliftError(f"{llm.model} has no tokenizer, and perplexity is that of a text: use another model")
     ids = llm.tokenizer.encode(text)[:TEXT_TOKENS]
     if len(ids) < PROMPTS * PROMPT_TOKENS:
-        raise ChairliftError(f"the text has {len(ids)} tokens: give one of {PROMPTS * PROMPT_TOKENS} or more")
+        raise ChairliftError(
+            f"the text has {counted(len(ids), 'token')}: give one of {PROMPTS * PROMPT_TOKENS} or more"
+        )
     scored = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))[0]
     entries = (scored.prompt_logprobs or [])[1:]
     logprobs = [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True) if entry]
@@ -94,7 +97,7 @@ def table(found: list[Measured], model: str) -> Table:
     rows: list[tuple[str, Callable[[Measured], str]]] = [
         ("bytes a token", lambda each: f"{each.bytes_per_token:,}"),
         ("tokens in the same memory", lambda each: f"{exact.bytes_per_token / each.bytes_per_token:.2f}x"),
-        (f"perplexity, {len(exact.likeliest):,} tokens", lambda each: f"{each.perplexity:.3f}"),
+        (f"perplexity, {counted(len(exact.likeliest), 'token')}", lambda each: f"{each.perplexity:.3f}"),
         ("same likeliest next token", lambda each: f"{_share(each.likeliest, exact.likeliest):.1%}"),
         (f"same token in {tokens} decoded greedily", lambda each: f"{_share(_flat(each), _flat(exact)):.1%}"),
         (

@@ -14,6 +14,7 @@ from rich.text import Text
 from chairlift import __version__
 from chairlift.bench.engines import Contender
 from chairlift.bench.workloads import Workload
+from chairlift.core.words import counted
 
 Metrics = dict[str, float]
 
@@ -110,16 +111,16 @@ def middle(runs: Sequence[Metrics]) -> Metrics:
 def table(summary: dict[str, Any]) -> Table:
     """Medians side by side, and the ratio ours / theirs beside each."""
     ours, *others = [each for each in summary["engines"] if each["runs"]]
+    work = summary["workload"]
     runs = len(ours["runs"])
     notes = [
-        f"{ours['info']['device']}, {ours['info']['dtype']}; median of {runs} run{'s' * (runs > 1)}; "
+        f"{ours['info']['device']}, {ours['info']['dtype']}; median of {counted(runs, 'run')}; "
         "a ratio is ours / theirs",
         *(f"{each['name']} is not available: {each['unavailable']}" for each in summary["engines"] if not each["runs"]),
     ]
     shown = Table(
-        title="{name}: {requests:,} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens".format(
-            **summary["workload"]
-        ),
+        title=f"{work['name']}: {counted(work['requests'], 'request')}, {work['prompt_tokens']:,} prompt and "
+        f"{counted(work['output_tokens'], 'output token')}",
         caption=Text("\n".join(notes)),
         caption_justify="left",
     )
@@ -160,7 +161,8 @@ def orientation(summary: dict[str, Any]) -> Iterator[str]:
 def steps_table(steps: dict[str, Any]) -> Table:
     """What a step costs the host, by part."""
     shown = Table(
-        title=f"microseconds a step: {steps['steps']:,} steps with 90% to all of {steps['sequences']:,} sequences"
+        title=f"microseconds a step: {counted(steps['steps'], 'step')} with 90% to all of "
+        f"{counted(steps['sequences'], 'sequence')}"
     )
     shown.add_column("")
     shown.add_column("median", justify="right")

@@ -16,6 +16,7 @@ from chairlift import __version__
 from chairlift.bench.report import percentile
 from chairlift.bench.serve import Outcome, Record
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 
 Targets = Mapping[str, float]  # milliseconds that a good answer does not exceed
 TARGETS = ("ttft", "tpot", "e2e")
@@ -163,10 +164,10 @@ def _notes(summary: dict[str, Any]) -> list[str]:
     errors = list(summary["errors"].items())
     notes = ["times are those of answered requests, from the moment each was planned to leave; ITL is between chunks"]
     if summary["uncounted"]:
-        notes.append(f"{summary['uncounted']:,} answers came without usage: each of their chunks counts as one token")
+        notes.append(f"{counted(summary['uncounted'], 'answer')} came without usage: each chunk counts as one token")
     notes += [f"{count:,} x {reason}" for reason, count in errors[:SHOWN_ERRORS]]
     if len(errors) > SHOWN_ERRORS:
-        notes.append(f"and {len(errors) - SHOWN_ERRORS:,} other reasons; --json has them all")
+        notes.append(f"and {counted(len(errors) - SHOWN_ERRORS, 'other reason')}; --json has them all")
     return notes
 
 

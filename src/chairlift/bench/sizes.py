@@ -24,6 +24,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
+from chairlift.core.words import counted
 from chairlift.engine.engine import Engine
 from chairlift.execution.build import Built, assemble, choose_limits, load_model
 from chairlift.execution.profile import measure_rates
@@ -90,7 +91,9 @@ def measure(
 ) -> Summary:
     """Every size on one engine, the largest first, so that one that does not fit is found at once."""
     if output < LEAST:
-        raise ChairliftError(f"answers of {output} tokens are too short to time decoding: use {LEAST} or more")
+        raise ChairliftError(
+            f"answers of {counted(output, 'token')} are too short to time decoding: use {LEAST} or more"
+        )
     wanted = {**settings, "load_format": "dummy"}
     room = Subject(shape, Settings.of(**wanted)).config.max_length
     if prompt + output > room:
@@ -110,11 +113,11 @@ def measure(
     built = assemble(loaded, Settings.of(**wanted, prefix_cache=False, prefill="prefill-first"), progress=False)
     found = []
     for size in sorted(sizes, reverse=True):
-        notice(f"{size} sequence{'s' * (size > 1)}")
+        notice(f"{counted(size, 'sequence')}")
         timed = run(built.engine, size, prompt, output, loaded.config.vocab_size, advance)
         if timed.steps < output - 1 - WARM:
             raise ChairliftError(
-                f"{size} sequences of {prompt + output:,} tokens are never in the batch together, for the KV cache "
+                f"{counted(size, 'sequence')} of {prompt + output:,} tokens never run in one batch, for the KV cache "
                 f"holds {built.capacity.tokens:,} tokens: lower --sizes, --prompt or --output"
             )
         found.append(timed)
@@ -180,8 +183,8 @@ def summarize(found: Sequence[Timed], built: Built, read_bytes_s: float) -> Summ
 def title(summary: Summary) -> str:
     """What was measured, in a line."""
     return (
-        f"{summary['shape']}, {summary['dtype']} on {summary['device']}: prompts of {summary['prompt']:,} tokens, "
-        f"answers of {summary['output']:,}"
+        f"{summary['shape']}, {summary['dtype']} on {summary['device']}: prompts of "
+        f"{counted(summary['prompt'], 'token')}, answers of {summary['output']:,}"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 
 Ids = list[int]
 SIGMA = 0.8  # of lognormal lengths: most are short and a few ten times as long, as in real traffic
@@ -41,8 +42,8 @@ class Workload:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {len(self.prompts):,} requests, {self.prompt_tokens:,} prompt tokens, "
-            f"{self.output_tokens:,} output tokens"
+            f"{self.name}: {counted(len(self.prompts), 'request')}, {counted(self.prompt_tokens, 'prompt token')}, "
+            f"{counted(self.output_tokens, 'output token')}"
         )
 
 

@@ -11,6 +11,7 @@ import typer
 
 from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
 from chairlift.commands.screen import begin_loading, notes
+from chairlift.core.words import counted
 
 if TYPE_CHECKING:
     from chairlift.batch_output import Tally
@@ -70,7 +71,7 @@ def batch(
         )
     notes.print(
         f"{tally.done:,} done, {tally.failed:,} failed, {tally.skipped:,} answered before; "
-        f"{tally.tokens:,} tokens at {speed(tally)}",
+        f"{counted(tally.tokens, 'token')} at {speed(tally)}",
         markup=False,
     )
     if tally.failed:

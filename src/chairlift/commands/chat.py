@@ -15,6 +15,7 @@ from chairlift.commands.options import GivenSampling, with_model, with_sampling,
 from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
+from chairlift.core.words import counted
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
@@ -110,7 +111,7 @@ class Conversation:
             del self._messages[:turn]
             dropped += 1
         if dropped:
-            notes.print(f"the context is full: dropped the oldest {dropped} turn{'s' * (dropped > 1)}", style="dim")
+            notes.print(f"the context is full: dropped the oldest {counted(dropped, 'turn')}", style="dim")
         return ids
 
 

@@ -12,6 +12,7 @@ import typer
 from chairlift.commands.options import DEFAULT_MODEL
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,7 +61,7 @@ def tables(machine: Machine, shape: str) -> list[Table]:
 
     from chairlift.bench.report import scaled
 
-    facts = Table(title=f"{machine.device}, {machine.dtype}, {machine.threads} threads", show_header=False)
+    facts = Table(title=f"{machine.device}, {machine.dtype}, {counted(machine.threads, 'thread')}", show_header=False)
     facts.add_column("")
     facts.add_column("", justify="right")
     facts.add_row("reads memory at", scaled(machine.rates.read_bytes_s, "B/s"))

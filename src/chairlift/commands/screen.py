@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from chairlift.core.settings import Settings
+from chairlift.core.words import counted
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
@@ -72,4 +73,4 @@ class Speed:
         speed = f", {(self._tokens - 1) / after:.1f} tok/s" if after > 0 and self._tokens > 1 else ""
         first = f", first token after {self._first - self._start:.2f} s" if self._tokens else ""
         cut = ", cut at --max-tokens or the context's end" if self._reason == "length" else ""
-        return f"{self._tokens} token{'s' * (self._tokens != 1)}{speed}{first}{cut}"
+        return f"{counted(self._tokens, 'token')}{speed}{first}{cut}"

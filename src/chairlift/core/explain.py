@@ -13,6 +13,7 @@ from chairlift.core.policies import POLICIES, Deadline, Fair, LongestPrefix, Mul
 from chairlift.core.policy import Lane, Policy
 from chairlift.core.request import Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.words import counted
 
 MOST = 16  # answers of a request that are described
 
@@ -65,9 +66,9 @@ def _describe(scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float
     else:
         why = [_progress(sequence)]
     if sequence.preemptions:
-        why.append(f"It had to yield to others {_count(sequence.preemptions, 'time')}, and kept its place.")
+        why.append(f"It had to yield to others {counted(sequence.preemptions, 'time')}, and kept its place.")
     seconds = now - sequence.request.arrival
-    why.append(f"It came {seconds:.2f} s ago, with a prompt of {_count(sequence.prompt_length, 'token')}.")
+    why.append(f"It came {seconds:.2f} s ago, with a prompt of {counted(sequence.prompt_length, 'token')}.")
     return Standing(
         tenant=sequence.request.tenant,
         index=sequence.index,
@@ -89,9 +90,9 @@ def _progress(sequence: Sequence) -> str:
     known, came = len(sequence.tokens), len(sequence.output)
     if not came or known - sequence.computed > 1:
         again = " again" if came else ""
-        return f"It runs: {sequence.computed:,} of {_count(known, 'token')} are computed{again}."
+        return f"It runs: {sequence.computed:,} of {counted(known, 'token')} are computed{again}."
     most = sequence.limit - sequence.prompt_length
-    return f"It runs: {_count(came, 'token')} of its answer came so far, and {most:,} may come at most."
+    return f"It runs: {counted(came, 'token')} of its answer came so far, and {most:,} may come at most."
 
 
 def _place(ahead: int, in_lane: int, lanes: int, waiting: int) -> str:
@@ -99,8 +100,8 @@ def _place(ahead: int, in_lane: int, lanes: int, waiting: int) -> str:
         where = f"is behind {ahead:,}" if ahead else "is first"
         all_wait = f"{waiting:,} wait in {lanes} lanes that take turns"
         return f"It waits: it {where} of the {in_lane:,} in its lane, and {all_wait}."
-    where = f"{_count(ahead, 'other')} {'goes' if ahead == 1 else 'go'} before it" if ahead else "it goes next"
-    return f"It waits: {where}, and {_count(waiting, 'request')} {'waits' if waiting == 1 else 'wait'} in all."
+    where = f"{counted(ahead, 'other')} {'goes' if ahead == 1 else 'go'} before it" if ahead else "it goes next"
+    return f"It waits: {where}, and {counted(waiting, 'request')} {'waits' if waiting == 1 else 'wait'} in all."
 
 
 # ---- what keeps the first in line out
@@ -113,10 +114,12 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
         case "seats":
             free = seats - sum(each.seats for each in running)
             if not free:
-                return f"All {_count(seats, 'seat')} are taken."
+                return f"All {counted(seats, 'seat')} are taken."
             if first is not None and first.seats > free:
-                return f"{who} needs {_count(first.seats, 'seat')} at once, and {free:,} of {seats:,} are free."
-            return f"All seats were taken when the last step was planned, and {_count(free, 'seat')} became free since."
+                return f"{who} needs {counted(first.seats, 'seat')} at once, and {free:,} of {seats:,} are free."
+            return (
+                f"All seats were taken when the last step was planned, and {counted(free, 'seat')} became free since."
+            )
         case "blocks":
             memory = scheduler.memory
             free, kept = scheduler.pool.available, memory.watermark.blocks
@@ -125,11 +128,11 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
             path = memory.look_up(first)
             needs = memory.needs(first, path)
             if memory.has_room(first, not running, path):
-                return f"{who} needs {_count(needs, 'block')} of the KV cache, which became free since the last step."
-            return f"{who} needs {_count(needs, 'block')} of the KV cache: {_free_blocks(free, kept)}."
+                return f"{who} needs {counted(needs, 'block')} of the KV cache, which became free since the last step."
+            return f"{who} needs {counted(needs, 'block')} of the KV cache: {_free_blocks(free, kept)}."
         case "tokens":
             most = scheduler.prefill.step_tokens
-            return f"The last step was full: it holds up to {_count(most, 'token')}, and those who run come first."
+            return f"The last step was full: it holds up to {counted(most, 'token')}, and those who run come first."
         case "gate" if running:
             return f"The batch is closed until all of it is done: {len(running):,} still run."
         case "gate":
@@ -159,13 +162,13 @@ def _by_priority(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
 def _by_length(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
     if not scheduler.predictor.is_trusted:
         return "predicted lengths were worse than chance of late, so who came first goes first"
-    return f"its answer is predicted to have {_count(sequence.expected, 'token')}; the shortest goes first"
+    return f"its answer is predicted to have {counted(sequence.expected, 'token')}; the shortest goes first"
 
 
 def _by_bin(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
     return (
-        f"its answer is predicted to have {_count(sequence.expected, 'token')}; it waits with those of similar length, "
-        "in order of arrival"
+        f"its answer is predicted to have {counted(sequence.expected, 'token')}; it waits with those of similar "
+        "length, in order of arrival"
     )
 
 
@@ -175,7 +178,7 @@ def _by_service(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
     own, least = service[request.tenant], min(service[each.request.tenant] for each in scheduler.waiting)
     others = f"and another who waits {least:,.0f}" if least < own else "no more than anybody who waits"
     return (
-        f"its tenant, with weight {request.weight:g}, was served {own:,.0f} tokens, {others}; "
+        f"its tenant, with weight {request.weight:g}, was served {counted(round(own), 'token')}, {others}; "
         "who was served least goes next"
     )
 
@@ -196,7 +199,7 @@ def _by_deadline(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
 def _by_prefix(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
     found = scheduler.memory.known(sequence, scheduler.memory.look_up(sequence))
     return (
-        f"{_count(found, 'token')} of it {'is' if found == 1 else 'are'} in the prefix cache; who has most goes first"
+        f"{counted(found, 'token')} of it {'is' if found == 1 else 'are'} in the prefix cache; who has most goes first"
     )
 
 
@@ -212,7 +215,3 @@ _ORDERS: dict[type[Policy], Callable[[Scheduler, Sequence, float], str]] = {
 
 def _name(policy: Policy) -> str:
     return next((name for name, kind in POLICIES.items() if type(policy) is kind), "fcfs")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

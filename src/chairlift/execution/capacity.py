@@ -10,6 +10,7 @@ import torch
 
 from chairlift.core.errors import CapacityError
 from chairlift.core.limits import Limits
+from chairlift.core.words import counted
 from chairlift.execution.dry_run import dry_run
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
@@ -40,7 +41,8 @@ class Capacity:
     def __str__(self) -> str:
         full = self.tokens // self.max_length
         size = self.tokens * self.bytes_per_token / _MIB
-        return f"{self.tokens:,} tokens ({size:,.0f} MiB), {full:,} requests of the full {self.max_length:,} tokens"
+        requests = counted(full, "request")
+        return f"{self.tokens:,} tokens ({size:,.0f} MiB), {requests} of the full {self.max_length:,} tokens"
 
 
 def plan_capacity(
