@@ -167,6 +167,7 @@ def test_chat_drops_the_oldest_turns_when_the_context_is_full(tiny_model: Path) 
     )
     assert done.returncode == 0
     assert "the context is full: dropped the oldest" in done.stderr
+    assert "max_length" not in done.stderr
     assert "error: the prompt has" in done.stderr  # one message too long for the context; the conversation goes on
     assert len(STATS.findall(done.stderr)) == 7
 

@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for each in (serve, explain, run, chat, batch, pull):
+for each in (serve, chat, run, batch, pull, explain):
     app.command(cls=Command)(each)
 for each in (cache, kv, agreement, sizes):
     bench.app.command(cls=Command)(each)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from chairlift.commands.command import in_flags
 from chairlift.commands.options import GivenSampling, with_model, with_sampling, with_settings
 from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
@@ -30,6 +31,7 @@ Ctrl-C  stop the answer; twice at the prompt: leave"""
 @with_sampling
 @with_model()
 def chat(
+    context: typer.Context,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     *,
     model: str,
@@ -61,7 +63,7 @@ def chat(
                 try:
                     conversation.answer(text)
                 except RequestError as error:
-                    notes.print(f"error: {error}", markup=False)
+                    notes.print(f"error: {in_flags(str(error), context.command.params)}", markup=False)
 
 
 class Conversation:

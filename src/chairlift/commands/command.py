@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from chairlift.commands.help import help_of
+from chairlift.commands.help import help_of, usage_of
 from chairlift.core.errors import ChairliftError
 
 
@@ -18,6 +18,10 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Show the common options, or all where there are few."""
         formatter.write(help_of(ctx, is_full=all(param.name != "help_all" for param in self.params)))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The arguments, as in the help."""
+        return usage_of(self)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -34,6 +38,10 @@ class Group(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Show the commands, one sentence each."""
         formatter.write(help_of(ctx, is_full=True))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows a group's name, as in the help."""
+        return usage_of(self)
 
 
 def in_flags(message: str, params: Iterable[Any]) -> str:

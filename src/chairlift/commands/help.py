@@ -38,7 +38,7 @@ _KINDS = {
 COMMON_SETTINGS = {
     "device": "auto, cpu, cuda or cuda:N",
     "dtype": "auto, float32, bfloat16 or float16",
-    "generation_config": "",
+    "generation_config": "auto (the model's own sampling values) or none",
     "max_length": "Longest sequence (default: the model's own)",
     "kv_tokens": "Size of the KV cache (default: what memory allows)",
     "kv_dtype": "auto, int8 or fp8; 8 bits hold twice the tokens",
@@ -80,7 +80,7 @@ def help_of(context: typer.Context, *, is_full: bool) -> str:
     """The help of a command or of a group of commands, as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     command: Any = context.command
-    lines = _wrapped(f"Usage: {context.command_path} {_usage(command)}", width, "")
+    lines = _wrapped(f"Usage: {context.command_path} {' '.join(usage_of(command))}", width, "")
     for paragraph in (command.help or "").split("\n\n"):
         lines += ["", *_wrapped(paragraph, width, "  ")]
     sections = dict(_sections(context, is_full))
@@ -91,7 +91,7 @@ def help_of(context: typer.Context, *, is_full: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _usage(command: Any) -> str:
+def usage_of(command: Any) -> list[str]:
     """What may follow a command's name."""
     pieces = ["[OPTIONS]"]
     for param in command.params:
@@ -99,7 +99,7 @@ def _usage(command: Any) -> str:
             pieces.append(_metavar(param) if param.required else f"[{_metavar(param)}]")
     if hasattr(command, "commands"):
         pieces.append("COMMAND ...")
-    return " ".join(pieces)
+    return pieces
 
 
 def _metavar(argument: Any) -> str:
