@@ -117,7 +117,7 @@ def measure(
         timed = run(built.engine, size, prompt, output, loaded.config.vocab_size, advance)
         if timed.steps < output - 1 - WARM:
             raise ChairliftError(
-                f"{counted(size, 'sequence')} of {prompt + output:,} tokens never run in one batch, for the KV cache "
+                f"{size} sequences of {prompt + output:,} tokens are never in the batch together, for the KV cache "
                 f"holds {built.capacity.tokens:,} tokens: lower --sizes, --prompt or --output"
             )
         found.append(timed)
