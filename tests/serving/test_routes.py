@@ -41,6 +41,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert 0 < len(error["message"]) < 500  # it carries the wrong value, but not a body's worth of it
+    assert "raise max_" not in error["message"]  # a client cannot change the server's settings
     return error
 
 
@@ -392,6 +393,27 @@ def test_an_extreme_value_within_its_bounds_is_served(server: Running, extreme: 
     response = server.post(COMPLETION, {"prompt": "x", "max_tokens": 3, **extreme})
     assert response.status_code == 200, response.text[:300]
     assert json.loads(response.text, parse_constant=pytest.fail)["choices"]  # no NaN, no Infinity
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "body", "counts"),
+    [
+        (COMPLETION, {"prompt": [5] * 300, "max_tokens": 7}, "307 tokens (300 in the prompt, 7 in the completion)"),
+        (COMPLETION, {"prompt": ["x", [5] * LENGTH]}, "272 tokens (256 in the prompt, 16 in the completion)"),
+        (CHAT, {"messages": MESSAGES * 200, "max_completion_tokens": 9}, "in the messages, 9 in the completion)"),
+        (CHAT, {"messages": MESSAGES * 200}, "in the messages, at least 1 in the completion)"),
+    ],
+    ids=["a prompt", "one of several prompts", "a conversation", "a conversation without max_tokens"],
+)
+def test_what_does_not_fit_the_context_is_refused_as_openai_refuses_it(
+    server: Running, path: str, body: dict[str, Any], counts: str, stream: bool
+) -> None:
+    error = refused(server.post(path, {**body, "stream": stream}))
+    field = "messages" if path == CHAT else "prompt"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert f"maximum context length is {LENGTH} tokens" in error["message"]
+    assert counts in error["message"] and error["message"].endswith(f"Please shorten the {field}.")
 
 
 # ---- hostile connections

@@ -6,7 +6,30 @@ class ChairliftError(Exception):
 
 
 class RequestError(ChairliftError):
-    """A request that cannot be served as asked; the engine goes on."""
+    """A request that cannot be served as asked; the engine goes on.
+
+    `setting_advice` ends the message for users who own the engine's settings. A server's clients do not: they are shown
+    `for_clients`, the message without it.
+    """
+
+    def __init__(self, message: str = "", *, setting_advice: str = "") -> None:
+        super().__init__(f"{message} {setting_advice}".rstrip())
+        self.for_clients = message
+
+
+class ContextLengthError(RequestError):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+    def __init__(self, prompt_tokens: int, max_tokens: int | None, max_length: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and the context holds {max_length}, which leaves no room for an "
+            "answer: shorten the prompt",
+            setting_advice="or raise max_length",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_length = max_length
+        self.field = "prompt"  # of the request's body; a chat's is "messages"
 
 
 class SettingsError(ChairliftError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.params import ALL, SamplingParams
+from chairlift.core.errors import ContextLengthError, RequestError, SettingsError
 from chairlift.core.request import Request
 
 _MOST_SCORES = 1 << 24  # log-probabilities of one request that asks for the whole vocabulary's: some 4 GB
@@ -53,15 +53,12 @@ class Limits:
         if not prompt:
             raise RequestError("the prompt is empty: give at least one token")
         if len(prompt) >= self.max_length:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.max_length}, which leaves no room "
-                "for an answer: shorten the prompt or raise max_length"
-            )
+            raise ContextLengthError(len(prompt), params.max_tokens, self.max_length)
         if params.width > self.max_sequences:
             name = "n" if params.best_of is None else "best_of"
             raise RequestError(
-                f"{name} is {params.width} and the batch holds {self.max_sequences} sequences: "
-                f"lower {name} or raise max_sequences"
+                f"{name} is {params.width} and the batch holds {self.max_sequences} sequences: lower {name}",
+                setting_advice="or raise max_sequences",
             )
         named = {
             "the prompt": prompt,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from chairlift.core.errors import RequestError
+from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
@@ -59,7 +59,11 @@ class Reader:
         check_sizes(body)
         params = read_chat_params(body, self.defaults)
         prompt = await self.chat_prompt(body)
-        return [self._ask(None, prompt, params, hello)]
+        try:
+            return [self._ask(None, prompt, params, hello)]
+        except ContextLengthError as error:
+            error.field = "messages"
+            raise
 
     async def completion(self, body: Body, hello: Hello) -> list[Asked]:
         """A plain completion: one prompt or several."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.core.errors import ChairliftError, ContextLengthError, RequestError
 from chairlift.openai.params import is_field
 from chairlift.openai.replies import error_object
 
@@ -50,8 +50,22 @@ def invalid(message: str, *, status: int = 400, param: str | None = None, code: 
 
 def from_request(error: RequestError) -> Failure:
     """A refused value; our messages begin with the field's name where one is to blame."""
-    first = str(error).split(" ", 1)[0]
-    return invalid(str(error), param=first if is_field(first) else None)
+    if isinstance(error, ContextLengthError):
+        return _too_long(error)
+    first = error.for_clients.split(" ", 1)[0]
+    return invalid(error.for_clients, param=first if is_field(first) else None)
+
+
+def _too_long(error: ContextLengthError) -> Failure:
+    """OpenAI's code and counts: clients look for them to shorten a conversation and send it again."""
+    least, answer = (1, "at least 1") if error.max_tokens is None else (error.max_tokens, f"{error.max_tokens}")
+    return invalid(
+        f"This model's maximum context length is {error.max_length} tokens. However, you requested "
+        f"{error.prompt_tokens + least} tokens ({error.prompt_tokens} in the {error.field}, {answer} in the "
+        f"completion). Please shorten the {error.field}.",
+        param=error.field,
+        code="context_length_exceeded",
+    )
 
 
 def unavailable(message: str, retry_after: float = 1.0) -> Failure:

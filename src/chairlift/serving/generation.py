@@ -120,7 +120,7 @@ class Generation:
         reason = None
         if news.finish_reason is not None:
             if news.finish_reason == REFUSED:
-                self._fail(from_request(RequestError(news.error)))
+                self._fail(from_request(RequestError(news.error or "the engine refused it")))
                 return
             reason = FinishReason(news.finish_reason)
             if reason in (FinishReason.ERROR, FinishReason.ABORT):
