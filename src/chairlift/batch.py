@@ -18,6 +18,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.models.sources import names_of
 from chairlift.openai import params as asked
 from chairlift.openai import replies
+from chairlift.openai.conversation import read_messages
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM, Prompt
@@ -189,7 +190,7 @@ def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]
         raise RequestError("stream is true, but a batch answers in whole lines: leave it out")
     if url == CHAT:
         params = asked.read_chat_params(body, llm.defaults.values)
-        prompt = llm.chat_prompt(asked.read_messages(body), chat_template_kwargs=asked.read_template_options(body))
+        prompt = llm.chat_prompt(read_messages(body), chat_template_kwargs=asked.read_template_options(body))
         return Job(line, custom_id, True, params, [prompt])
     params = asked.read_completion_params(body, llm.defaults.values)
     return Job(line, custom_id, False, params, list(asked.read_prompts(body)))

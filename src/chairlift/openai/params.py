@@ -1,6 +1,6 @@
 """From a request's body to SamplingParams: OpenAI's fields, and those that users of vLLM know.
 
-A field we cannot do is refused: an answer that silently ignored it would be a wrong one. One we do not even know is
+A field we cannot do is refused (openai/fields.py). One we do not even know is
 refused in a batch file, where it is most likely a slip; a server sets it aside and says so, since clients send all
 kinds of things.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import ALL, SamplingParams
+from chairlift.openai.fields import IGNORED, refuse_unsupported, refused_fields
 
 Body = Mapping[str, Any]
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
@@ -66,31 +67,19 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 _READ = frozenset({*_FIELDS, "model", "max_tokens", "max_completion_tokens", "logprobs", "logit_bias"})
 _CHAT = frozenset(
-    {"messages", "top_logprobs", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+    {
+        *("messages", "top_logprobs", "reasoning_effort"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    }
 )
 _COMPLETION = frozenset({"prompt", "echo"})
 # What a server reads beside the sampling (openai/options.py).
 _SERVED = frozenset({"timeout", "priority", "ttft", "cache_salt", "request_id", "return_token_ids"})
-# They change nothing in the answer, or only how it is sent, which is its sender's affair.
-_IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream", "stream_options"}
-)
-# What we cannot do yet is fine as long as it asks for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
 
 
 def set_aside_unknown(body: Body, *, chat: bool) -> tuple[dict[str, Any], list[str]]:
     """The body without the fields that nobody here knows, and those fields' names."""
-    known = _READ | _SERVED | _IGNORED | _NEUTRAL.keys() | (_CHAT if chat else _COMPLETION)
+    known = _READ | _SERVED | IGNORED | refused_fields(chat=chat).keys() | (_CHAT if chat else _COMPLETION)
     return {name: value for name, value in body.items() if name in known}, sorted(body.keys() - known)
 
 
@@ -102,7 +91,7 @@ def read_chat_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> 
     >>> read_chat_params({"messages": [], "max_completion_tokens": 8, "top_k": 40}).max_tokens
     8
     """
-    _refuse_unknown(body, _READ | _CHAT | _SERVED)
+    _refuse_unknown(body, _READ | _CHAT | _SERVED, chat=True)
     wanted = get(body, "logprobs", "true or false")
     top = get(body, "top_logprobs", "a whole number")
     if top is not None and not wanted:
@@ -112,7 +101,7 @@ def read_chat_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> 
 
 def read_completion_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> SamplingParams:
     """How a plain completion is sampled."""
-    _refuse_unknown(body, _READ | _COMPLETION | _SERVED)
+    _refuse_unknown(body, _READ | _COMPLETION | _SERVED, chat=False)
     echo, count = get(body, "echo", "true or false"), get(body, "max_tokens", "a whole number")
     if echo and count == 0:
         body = {**body, "max_tokens": 1}  # only the prompt's scores are wanted; the one token is not shown
@@ -122,23 +111,12 @@ def read_completion_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULT
     return params
 
 
-def read_messages(body: Body) -> list[Mapping[str, Any]]:
-    """The conversation of a chat completion."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list of at least one message, each with a role and a content")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f'message {index} must be an object with a role, such as "user", and a content')
-        if not isinstance(message.get("content"), (str, list)):
-            raise RequestError(f"message {index} has no content: give a string, or a list of text parts")
-    return messages
-
-
 def read_template_options(body: Body) -> dict[str, Any]:
     """What a chat completion tells the chat template."""
     named = ("add_generation_prompt", "continue_final_message")
     found = {name: value for name in named if (value := get(body, name, "true or false")) is not None}
+    if (effort := get(body, "reasoning_effort", "a string")) is not None:
+        found["reasoning_effort"] = effort
     return {**(get(body, "chat_template_kwargs", "an object") or {}), **found}
 
 
@@ -186,13 +164,9 @@ def get(body: Body, name: str, kind: str) -> Any:
     return value
 
 
-def _refuse_unknown(body: Body, known: frozenset[str]) -> None:
-    for name in body.keys() - known - _IGNORED:
-        value = body[name]
-        if name in _NEUTRAL:
-            if value is not None and value not in _NEUTRAL[name]:
-                raise RequestError(f"{name} is not supported: leave it out")
-            continue
+def _refuse_unknown(body: Body, known: frozenset[str], *, chat: bool) -> None:
+    refuse_unsupported(body, chat=chat)
+    for name in body.keys() - known - IGNORED - refused_fields(chat=chat).keys():
         close = difflib.get_close_matches(name, known, n=1)
         raise RequestError(
             f"unknown field {reprlib.repr(name)}" + (f": did you mean {close[0]}?" if close else ": leave it out")
@@ -201,4 +175,5 @@ def _refuse_unknown(body: Body, known: frozenset[str]) -> None:
 
 def is_field(name: str) -> bool:
     """Whether a request's body may have a field of this name."""
-    return name in _READ | _CHAT | _COMPLETION | _SERVED | _IGNORED or name in _NEUTRAL
+    refused = refused_fields(chat=True) | refused_fields(chat=False)
+    return name in _READ | _CHAT | _COMPLETION | _SERVED | IGNORED or name in refused

@@ -13,12 +13,12 @@ from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
+from chairlift.openai.conversation import read_messages
 from chairlift.openai.params import (
     Body,
     get,
     read_chat_params,
     read_completion_params,
-    read_messages,
     read_prompts,
     read_template_options,
 )
@@ -80,7 +80,7 @@ class Reader:
 
     async def chat_prompt(self, body: Body) -> list[int]:
         """The token ids of a conversation, through the model's own template."""
-        tokenizer, messages = self._require_tokenizer(), read_messages(body)
+        tokenizer = self._require_tokenizer()
         template = tokenizer.chat_template
         if template is None:
             raise RequestError(f"{self.model} has no chat template: use /v1/completions with a plain prompt")
@@ -89,10 +89,11 @@ class Reader:
             raise RequestError(f"chat_template_kwargs has {', '.join(sorted(taken))}: such names are the server's own")
 
         def write() -> list[int]:
+            messages = read_messages(body)
             text = render(template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **extra)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        return await off_loop(write, sum(len(str(message.get("content"))) for message in messages))
+        return await off_loop(write, len(str(body.get("messages"))))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""

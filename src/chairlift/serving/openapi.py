@@ -68,25 +68,55 @@ _SAMPLING: dict[str, Schema] = {
     "return_token_ids": _SWITCH,
     "user": {"type": ["string", "null"]},
 }
-_MESSAGE: Schema = {
+_CONTENT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+_CALL: Schema = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["function"],
     "properties": {
-        "role": {"type": "string", "enum": ["system", "user", "assistant"]},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                    },
-                },
-            ]
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "description": "A JSON object.", "example": "{}"},
+            },
         },
     },
+}
+_MESSAGE: Schema = {
+    "anyOf": [
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": _CONTENT,
+            },
+        },
+        {
+            "type": "object",
+            "required": ["role", "tool_calls"],
+            "properties": {
+                "role": {"const": "assistant"},
+                "content": {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+                "tool_calls": {"type": "array", "items": _CALL, "minItems": 1},
+            },
+        },
+    ]
 }
 _CHAT: Schema = {
     "type": "object",
@@ -100,6 +130,9 @@ _CHAT: Schema = {
         "add_generation_prompt": _SWITCH,
         "continue_final_message": _SWITCH,
         "chat_template_kwargs": {"type": ["object", "null"]},
+        "reasoning_effort": {"type": ["string", "null"]},
+        "tools": {"type": ["array", "null"], "description": "Only with tool_choice none, which leaves them out."},
+        "tool_choice": {"enum": ["none", "auto", None]},
         "response_format": {
             "anyOf": [
                 {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
