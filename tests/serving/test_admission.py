@@ -1,8 +1,10 @@
-"""Who may enter, when the others may come again, and that nothing stays behind."""
+"""What is admitted, when refused clients are to try again, and that nothing stays behind."""
 
 from __future__ import annotations
 
+import heapq
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from chairlift.core.errors import SettingsError
 from chairlift.serving.admission import Admission, Refusal, Refused, Ticket
+from chairlift.serving.drain import Returns
 from chairlift.serving.keys import Tenant
 
 
@@ -45,14 +48,17 @@ def test_a_full_queue_refuses_and_knows_nothing_at_first() -> None:
     admission.admit(None, 10, 5, 0.0)
     admission.admit(None, 10, 5, 0.0)
     found = refusal(admission, None, 10, 5, 100.0)
-    assert (found.reason, found.status, found.retry_after) == ("queue_full", 429, 1)
-    assert "2 requests with 20 prompt tokens" in found.message
+    assert (found.reason, found.status) == ("queue_full", 429)
+    assert "2 requests are waiting and the server's --max-waiting is 2" in found.message
+    assert f"try again in {found.retry_after:.0f} s" in found.message
 
 
 def test_prompt_tokens_fill_the_queue_too() -> None:
     admission = Admission(10, 100)
     first = admission.admit(None, 60, 5, 0.0)
-    assert refusal(admission, None, 41, 5, 0.0).reason == "queue_full"
+    found = refusal(admission, None, 41, 5, 0.0)
+    assert found.reason == "queue_full"
+    assert "60 prompt tokens are waiting and the server's --max-waiting-tokens is 100" in found.message
     admission.admit(None, 40, 5, 0.0)
     first.started(1.0)
     admission.admit(None, 60, 5, 1.0)
@@ -67,9 +73,24 @@ def test_a_prompt_beyond_the_bound_enters_when_nobody_waits() -> None:
     assert refusal(admission, None, 1, 5, 1.0).reason == "queue_full"
 
 
-def drained(seconds_each: float, departures: int) -> Admission:
-    """Four wait, and one leaves every so often."""
-    admission = Admission(4, 1000)
+def test_a_body_with_more_in_it_than_its_prompts_counts_by_its_bytes() -> None:
+    admission = Admission(10, 1000)
+    large = admission.admit(None, 10, 5, 0.0, requests=2, body_bytes=7200)
+    assert admission.waiting_tokens == 900
+    assert refusal(admission, None, 101, 5, 0.0).reason == "queue_full"
+    for ticket in large.split([4, 6]):
+        ticket.release(1.0)
+    assert (admission.waiting, admission.waiting_tokens, admission.live) == (0, 0, 0)
+    admission.admit(None, 1000, 5, 1.0, body_bytes=7999)
+    assert admission.waiting_tokens == 1000
+
+
+# ---- when to try again
+
+
+def drained(seconds_each: float, departures: int, **more: Any) -> Admission:
+    """Four wait, and one leaves every so often; chance makes nothing later."""
+    admission = Admission(4, 1000, random=lambda: 0.0, **more)
     tickets = [admission.admit(None, 100, 5, 0.0) for _ in range(4)]
     now = 0.0
     for _ in range(departures):
@@ -80,34 +101,162 @@ def drained(seconds_each: float, departures: int) -> Admission:
 
 
 @pytest.mark.parametrize("seconds_each", [0.01, 0.5, 3.0, 7.0, 20.0])
-def test_come_again_when_there_will_be_room(seconds_each: float) -> None:
-    admission = drained(seconds_each, 50)
+def test_try_again_when_there_will_be_room(seconds_each: float) -> None:
     now = 50 * seconds_each
-    told = refusal(admission, None, 100, 5, now).retry_after
+    told = refusal(drained(seconds_each, 50), None, 100, 5, now).retry_after
     assert math.ceil(seconds_each * 0.6) <= told <= math.ceil(seconds_each * 1.2), "one has to leave"
-    two = refusal(admission, None, 100, 5, now, requests=2).retry_after
+    two = refusal(drained(seconds_each, 50), None, 100, 5, now, requests=2).retry_after
     assert math.ceil(seconds_each * 1.2) <= two <= math.ceil(seconds_each * 2.4), "two have to"
 
 
 def test_tokens_may_be_what_there_is_no_room_for() -> None:
-    admission = Admission(100, 1000)
-    tickets = [admission.admit(None, 100, 5, 0.0) for _ in range(10)]
-    for now in range(1, 61):  # 100 tokens each second
-        tickets.pop(0).started(float(now))
-        tickets.append(admission.admit(None, 100, 5, float(now)))
-    assert 4 <= refusal(admission, None, 500, 5, 60.0).retry_after <= 6
-    assert 8 <= refusal(admission, None, 5000, 5, 60.0).retry_after <= 12, "all must go first"
+    def full() -> Admission:
+        admission = Admission(100, 1000, random=lambda: 0.0)
+        tickets = [admission.admit(None, 100, 5, 0.0) for _ in range(10)]
+        for now in range(1, 61):  # 100 tokens each second
+            tickets.pop(0).started(float(now))
+            tickets.append(admission.admit(None, 100, 5, float(now)))
+        return admission
+
+    assert 4 <= refusal(full(), None, 500, 5, 60.0).retry_after <= 6
+    assert 8 <= refusal(full(), None, 5000, 5, 60.0).retry_after <= 12, "all must leave first"
 
 
 def test_idle_time_is_not_slowness_but_a_queue_that_stands_still_is() -> None:
-    admission = Admission(1, 1000)
-    for now in range(10):
+    admission = Admission(1, 1000, random=lambda: 0.5)
+    for now in range(30):
         admission.admit(None, 10, 5, float(now)).started(now + 0.5)
     admission.admit(None, 10, 5, 10_000.0)
-    assert refusal(admission, None, 10, 5, 10_000.0).retry_after == 1
-    assert refusal(admission, None, 10, 5, 10_020.0).retry_after > 1
-    assert refusal(admission, None, 10, 5, 10_300.0).retry_after == 120
-    assert refusal(admission, None, 10, 5, 100_000.0).retry_after == 120
+    assert refusal(admission, None, 10, 5, 10_000.0).retry_after <= 2
+    assert 20 <= refusal(admission, None, 10, 5, 10_020.0).retry_after <= 22
+    assert refusal(admission, None, 10, 5, 10_300.0).retry_after == 45
+    assert refusal(admission, None, 10, 5, 100_000.0).retry_after == 45
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["before a rate is known", "at a known rate"])
+def test_refused_clients_are_told_to_return_one_after_the_other(known: bool) -> None:
+    admission = drained(0.1, 50) if known else Admission(4, 1000)
+    for _ in range(0 if known else 4):
+        admission.admit(None, 100, 5, 5.0)
+    told = [refusal(admission, None, 100, 5, 5.0).retry_after for _ in range(300)]
+    first, later = told[:20], told[-20:]
+    assert max(first) <= 6 and min(later) > max(first), "it grows with the number refused"
+    assert max(told) <= 60, "OpenAI's client does not heed more"
+    busiest = max(told.count(seconds) for seconds in set(told))
+    assert busiest <= (12 if known else 60), f"{busiest} of 300 return in the same second"
+
+
+def test_when_there_are_too_many_to_book_they_are_spread_by_chance() -> None:
+    admission = drained(5.0, 50)
+    admission._returns = Returns(Random(1).random)
+    told = [refusal(admission, None, 100, 5, 250.0).retry_after for _ in range(300)][20:]
+    assert min(told) >= 30 and max(told) <= 60 and len(set(told)) > 25
+
+
+# ---- the predicted wait
+
+
+def test_a_wait_that_is_predicted_to_be_too_long_is_refused_by_its_flag() -> None:
+    admission = Admission(1000, 10**6, max_wait=10.0)
+    tickets = [admission.admit(None, 10, 5, 0.0) for _ in range(40)]  # nothing is known: all are admitted
+    for now in range(1, 21):  # one a second
+        tickets.pop(0).started(float(now))
+    found = refusal(admission, None, 10, 5, 20.0)  # 20 wait
+    assert (found.reason, found.status) == ("long_wait", 429)
+    assert "the predicted wait is" in found.message and "the server's --max-wait is 10 s" in found.message
+    assert 8 <= found.retry_after <= 15
+    for now in range(21, 33):
+        tickets.pop(0).started(float(now))
+    admission.admit(None, 10, 5, 32.0)  # 8 wait
+
+
+def test_requests_that_only_wait_for_their_own_prompt_say_nothing_about_the_rate() -> None:
+    admission = Admission(10_000, 10**6, max_wait=10.0, is_busy=lambda: False)
+    for now in range(100):  # alone in the server, each takes a second for its prompt
+        admission.admit(None, 10, 5, float(now)).started(now + 0.99)
+    for _ in range(5000):
+        admission.admit(None, 10, 5, 100.0)
+    assert admission.waiting == 5000
+
+
+def one_in_five_seconds() -> Admission:
+    """A rate is known from 30 requests that left one after the other; then nothing waits."""
+    admission = Admission(10_000, 10**6, max_wait=10.0)
+    for number, ticket in enumerate([admission.admit(None, 10, 5, 0.0) for _ in range(30)], start=1):
+        ticket.started(5.0 * number)
+    return admission
+
+
+def test_a_rate_is_forgotten_when_the_queue_has_long_not_been_busy() -> None:
+    soon, late = one_in_five_seconds(), one_in_five_seconds()
+    for _ in range(2):
+        soon.admit(None, 10, 5, 200.0)
+    assert refusal(soon, None, 10, 5, 200.0).reason == "long_wait"
+    for _ in range(1000):
+        late.admit(None, 10, 5, 250.0)
+
+
+class Visits:
+    """A server of `capacity` requests a second, first come, first served, and clients as OpenAI's are: two retries."""
+
+    def __init__(self, admission: Admission, capacity: float) -> None:
+        self.admission = admission
+        self.waits: list[float] = []
+        self.refusals = 0
+        self.lost = 0
+        self._each = 1 / capacity
+        self._queue: list[tuple[float, Ticket]] = []
+        self._events: list[tuple[float, int, int]] = []  # when, which, how many tries are left
+        self._free_at = 0.0
+
+    def run(self, arrivals: list[float], retries: int = 2) -> None:
+        self._events = [(at, number, retries) for number, at in enumerate(arrivals)]
+        heapq.heapify(self._events)
+        while self._events or self._queue:
+            start = max(self._free_at, self._queue[0][0]) if self._queue else math.inf
+            if self._events and self._events[0][0] <= start + self._each:
+                self._arrive(*heapq.heappop(self._events))
+            else:
+                arrived, ticket = self._queue.pop(0)
+                self._free_at = start + self._each
+                ticket.release(self._free_at)
+                self.waits.append(self._free_at - arrived)
+
+    def _arrive(self, now: float, number: int, retries: int) -> None:
+        try:
+            self._queue.append((now, self.admission.admit(None, 10, 5, now)))
+        except Refused as refused:
+            self.refusals += 1
+            if retries:
+                heapq.heappush(self._events, (now + refused.refusal.retry_after, number, retries - 1))
+            else:
+                self.lost += 1
+
+
+@pytest.mark.parametrize("capacity", [5.0, 50.0])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
+def test_500_clients_at_once_are_all_served(capacity: float, is_warm: bool) -> None:
+    visits = Visits(Admission(4096, 1 << 20, max_wait=60.0, random=Random(1).random), capacity)
+    if is_warm:  # it has been busy: the rate is known, and for some the wait would be too long
+        visits.run([0.0] * 300, retries=0)
+        assert visits.refusals == 0
+    visits.run([visits._free_at + number / 1000 for number in range(500)])
+    assert visits.lost == 0
+    assert visits.refusals == 0 or (is_warm and capacity == 5)
+
+
+@pytest.mark.parametrize("max_wait", [2.0, 10.0])
+def test_at_three_times_the_load_admitted_requests_wait_no_longer_than_was_promised(max_wait: float) -> None:
+    capacity, seconds, chance = 10.0, 300.0, Random(1)
+    arrivals, now = [], 0.0
+    while (now := now + chance.expovariate(3 * capacity)) < seconds:
+        arrivals.append(now)
+    visits = Visits(Admission(4096, 1 << 20, max_wait, random=chance.random), capacity)
+    visits.run(arrivals, retries=0)
+    steady = visits.waits[int(20 * capacity) :]  # the queue is built before anything is known of its rate
+    late = [wait for wait in steady if wait > 1.25 * max_wait]
+    assert len(late) < 0.02 * len(steady), f"{len(late)} of {len(steady)}, up to {max(steady)} s"
+    assert len(visits.waits) > 0.98 * seconds * capacity, "the server is never idle"
 
 
 def test_more_requests_in_one_call_than_can_ever_enter_are_no_case_for_trying_again() -> None:
@@ -124,8 +273,10 @@ def test_a_tenant_has_so_many_requests_at_once() -> None:
     admission.admit(tenant, 1, 5, 0.0)
     first.started(1.0)
     found = refusal(admission, tenant, 1, 5, 1.0)
-    assert (found.reason, found.status, found.retry_after) == ("tenant_limit", 429, 1)
-    assert "alice has 2 of 2" in found.message
+    assert (found.reason, found.status) == ("tenant_limit", 429)
+    assert "alice has 2 requests at once and its max_concurrent is 2" in found.message
+    told = [found.retry_after, *(refusal(admission, tenant, 1, 5, 1.0).retry_after for _ in range(100))]
+    assert max(told[:3]) <= 4 and max(told) <= 30 and len(set(told)) > 10, "not all at the same time"
     admission.admit(Tenant("bob", max_concurrent=2), 1, 5, 1.0)
     first.release(2.0)
     admission.admit(tenant, 1, 5, 2.0)
@@ -180,6 +331,8 @@ def test_bounds_that_let_nobody_in_are_refused() -> None:
         Admission(0, 1)
     with pytest.raises(SettingsError, match="max_waiting_tokens is 0"):
         Admission(1, 0)
+    with pytest.raises(SettingsError, match=r"max_wait is 0"):
+        Admission(1, 1, 0.0)
 
 
 TENANTS = [None, Tenant("a", max_concurrent=3), Tenant("b", tokens_per_minute=600), Tenant("c")]
@@ -193,10 +346,12 @@ MOVES = st.tuples(
 )
 
 
-@given(st.lists(MOVES, max_size=80), st.integers(1, 6), st.integers(1, 1000))
+@given(st.lists(MOVES, max_size=80), st.integers(1, 6), st.integers(1, 1000), st.sampled_from([0.5, 20.0, math.inf]))
 @settings(max_examples=300)
-def test_nothing_leaks_and_no_bound_is_passed(moves: list[Any], max_waiting: int, max_tokens: int) -> None:
-    admission = Admission(max_waiting, max_tokens)
+def test_nothing_leaks_and_no_bound_is_passed(
+    moves: list[Any], max_waiting: int, max_tokens: int, max_wait: float
+) -> None:
+    admission = Admission(max_waiting, max_tokens, max_wait)
     tickets: list[Ticket] = []
     started: set[int] = set()
     released: set[int] = set()
@@ -210,8 +365,8 @@ def test_nothing_leaks_and_no_bound_is_passed(moves: list[Any], max_waiting: int
             except Refused as refused:
                 assert before == (admission.waiting, admission.waiting_tokens, admission.live)
                 assert refused.refusal.retry_after == math.ceil(refused.refusal.retry_after)
-                if refused.refusal.reason == "queue_full":
-                    assert before[0] > 0 and 1 <= refused.refusal.retry_after <= 120
+                if refused.refusal.reason in ("queue_full", "long_wait"):
+                    assert before[0] > 0 and 1 <= refused.refusal.retry_after <= 60
         elif tickets:
             index = which % len(tickets)
             ticket = tickets[index]
@@ -227,8 +382,8 @@ def test_nothing_leaks_and_no_bound_is_passed(moves: list[Any], max_waiting: int
         waiting = [tickets[index] for index in live if index not in started]
         assert admission.live == sum(tickets[index].requests for index in live)
         assert admission.waiting == sum(ticket.requests for ticket in waiting) <= max_waiting
-        assert admission.waiting_tokens == sum(ticket.prompt_tokens for ticket in waiting)
-        assert admission.waiting_tokens <= max_tokens or any(each.prompt_tokens > max_tokens for each in waiting)
+        assert admission.waiting_tokens == sum(ticket.tokens for ticket in waiting)
+        assert admission.waiting_tokens <= max_tokens or any(each.tokens > max_tokens for each in waiting)
         assert sum(tickets[index].requests for index in live if tickets[index].tenant == TENANTS[1]) <= 3
     for ticket in tickets:
         ticket.release(now)

@@ -30,16 +30,26 @@ def serve(
         int, typer.Option(help="HTTP processes; more help when one core cannot write all streams.", min=1, max=64)
     ] = 1,
     max_waiting: Annotated[
+        int,
+        typer.Option(
+            help="Requests that may wait for a first token; beyond it they get 429. Raise it for job bursts.", min=1
+        ),
+    ] = 4096,
+    max_waiting_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Requests that may wait for their first token before others get 429 (default: two full batches); "
-            "lower it to keep waits short.",
+            help="Prompt tokens that may wait (default: a million, or the KV cache if it is larger). Lower it when "
+            "memory is short.",
             min=1,
         ),
     ] = None,
-    max_waiting_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens that may wait (default: as many as the KV cache holds).", min=1)
-    ] = None,
+    max_wait: Annotated[
+        float,
+        typer.Option(
+            help="Seconds: a request whose first token is predicted to take longer gets 429. Lower it to your latency "
+            "target, raise it for clients that would rather wait."
+        ),
+    ] = 60.0,
     request_timeout: Annotated[
         float | None, typer.Option(help="Seconds for a request that names no timeout of its own (default: none).")
     ] = None,
@@ -86,6 +96,8 @@ def serve(
     for file in (tls_cert, tls_key):
         if file is not None and not file.is_file():
             raise SettingsError(f"{file} is not there: give --tls-cert and --tls-key files that are")
+    if not max_wait > 0:
+        raise SettingsError(f"--max-wait is {max_wait:g}: use seconds above 0")
     if request_timeout is not None and request_timeout <= 0:
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
     begin_loading(model, settings, is_told=True)
@@ -100,6 +112,7 @@ def serve(
         workers=api_workers,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
+        max_wait=max_wait,
         timeout=request_timeout,
         grace=grace,
         max_body=int(max_body_mb * (1 << 20)),

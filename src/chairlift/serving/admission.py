@@ -1,68 +1,42 @@
-"""Who may enter: a bounded queue, and each tenant's own limits. One event loop owns it; every call is O(1)."""
+"""Admission: a queue bounded by number, memory and predicted wait, and each tenant's own limits.
+
+One event loop owns it; every call is O(1).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chairlift.core.errors import ChairliftError, SettingsError
+from chairlift.serving.drain import Drain, Returns
 from chairlift.serving.keys import Tenant
 
-MEMORY = 30.0  # seconds of waiting after which a departure counts for 1/e
-LONGEST_RETRY = 120.0
 MINUTE = 60.0
+BODY_BYTES_A_TOKEN = 8  # more than a prompt's token has as text or as a number: other fields of a body count too
+_PATIENCE = 30.0  # seconds; the most that a tenant at its limit is told to wait
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not enter now, and when to come again."""
+    """Why a request is not admitted now, and when to try again."""
 
-    reason: str  # queue_full, tenant_limit, tenant_rate, or too_many_requests: more in one call than can ever enter
+    reason: (
+        str  # queue_full, long_wait, tenant_limit, tenant_rate, or too_many_requests: more than can ever be admitted
+    )
     message: str
     status: int
-    retry_after: float  # whole seconds; 0 when coming again is no use
+    retry_after: float  # whole seconds; 0 when trying again is no use
 
 
 class Refused(ChairliftError):  # noqa: N818
-    """A request that was not let in."""
+    """A request that was not admitted."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
-
-
-class Drain:
-    """How fast requests leave the queue: sums that fade exponentially, over the time in which anything waited.
-
-    Idle time says nothing about speed, so it does not count; a queue that stands still counts as slow.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._requests = 0.0
-        self._tokens = 0.0
-        self._is_known = False
-
-    def wait(self, seconds: float) -> None:
-        """So much time has gone by with somebody waiting."""
-        fade = math.exp(-seconds / MEMORY)
-        self._seconds = self._seconds * fade + MEMORY * (1 - fade)
-        self._requests *= fade
-        self._tokens *= fade
-
-    def leave(self, requests: int, tokens: int) -> None:
-        self._is_known = True
-        self._requests += requests
-        self._tokens += tokens
-
-    def seconds_for(self, requests: int, tokens: int) -> float:
-        """How long until so many will have left, of which one is above 0; 0 while nothing is known."""
-        if not self._is_known:
-            return 0.0
-        pairs = ((requests, self._requests), (tokens, self._tokens))
-        # A sum is 0 when what has left had no tokens, or when nothing has left for hours.
-        return max(amount * self._seconds / left if left else math.inf for amount, left in pairs if amount > 0)
 
 
 class _Account:
@@ -74,6 +48,7 @@ class _Account:
 
     def __init__(self) -> None:
         self.live = 0
+        self.refusals = 0  # since one of its requests ended
         self._paid_at = -math.inf
 
     def charge(self, tokens: int, per_minute: int, now: float) -> None:
@@ -85,11 +60,11 @@ class _Account:
 
 
 class Ticket:
-    """A place inside, held until released."""
+    """An admitted request, or all those of a call, until released."""
 
-    def __init__(self, admission: Admission, tenant: Tenant | None, prompt_tokens: int, requests: int) -> None:
+    def __init__(self, admission: Admission, tenant: Tenant | None, tokens: int, requests: int) -> None:
         self.tenant = tenant
-        self.prompt_tokens = prompt_tokens
+        self.tokens = tokens  # that it counts for in the queue
         self.requests = requests
         self._admission = admission
         self._waits = True
@@ -98,7 +73,9 @@ class Ticket:
     def split(self, prompts: Sequence[int]) -> list[Ticket]:
         """A ticket for each of its requests, by their prompts' tokens, in place of this one."""
         self._waits = self._held = False
-        return [Ticket(self._admission, self.tenant, tokens, 1) for tokens in prompts]
+        rest = self.tokens - sum(prompts)  # what the body has beside its prompts goes with the first
+        counts = [tokens + (rest if place == 0 else 0) for place, tokens in enumerate(prompts)]
+        return [Ticket(self._admission, self.tenant, tokens, 1) for tokens in counts]
 
     def started(self, now: float) -> None:
         """The first token has come: it no longer waits."""
@@ -119,20 +96,38 @@ class Ticket:
 
 
 class Admission:
-    """Lets requests in while there is room."""
+    """Admits requests while the queue has room for them.
 
-    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
+    `is_busy` tells whether requests wait for the batch, rather than only for their own prompt: the rate at which they
+    leave the queue is the server's rate only then.
+    """
+
+    def __init__(
+        self,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        max_wait: float = math.inf,
+        *,
+        is_busy: Callable[[], bool] = lambda: True,
+        random: Callable[[], float] = random.random,
+    ) -> None:
         for name, value in (("max_waiting", max_waiting), ("max_waiting_tokens", max_waiting_tokens)):
             if value < 1:
                 raise SettingsError(f"{name} is {value}: use 1 or more")
+        if not max_wait > 0:
+            raise SettingsError(f"max_wait is {max_wait}: use seconds above 0")
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
+        self._max_wait = max_wait
+        self._is_busy = is_busy
+        self._random = random
         self._waiting = 0
         self._waiting_tokens = 0
         self._live = 0
         self._drain = Drain()
+        self._returns = Returns(random)
         self._accounts: dict[str, _Account] = {}  # as many as there are tenants in the key file
-        self._now = -math.inf  # the latest time anybody told
+        self._now = -math.inf  # the latest time that a caller told
 
     @property
     def waiting(self) -> int:
@@ -141,7 +136,7 @@ class Admission:
 
     @property
     def waiting_tokens(self) -> int:
-        """The prompt tokens of those."""
+        """What they count for: their prompts' tokens, or their bodies' bytes by the token if that is more."""
         return self._waiting_tokens
 
     @property
@@ -150,9 +145,16 @@ class Admission:
         return self._live
 
     def admit(
-        self, tenant: Tenant | None, prompt_tokens: int, output_tokens: int, now: float, *, requests: int = 1
+        self,
+        tenant: Tenant | None,
+        prompt_tokens: int,
+        output_tokens: int,
+        now: float,
+        *,
+        requests: int = 1,
+        body_bytes: int = 0,
     ) -> Ticket:
-        """Let a call's requests in, all or none; Refused says why not.
+        """Admit a call's requests, all or none; Refused says why not.
 
         What it may answer at most, `output_tokens`, costs nothing yet: most answers end sooner, and each token is
         charged as it comes.
@@ -163,16 +165,17 @@ class Admission:
         1
         """
         self._tell(now)
-        refusal = self._refuse_tenant(tenant, requests) or self._refuse_queue(prompt_tokens, requests)
+        tokens = max(prompt_tokens, body_bytes // BODY_BYTES_A_TOKEN)
+        refusal = self._refuse_tenant(tenant, requests) or self._refuse_queue(tokens, requests)
         if refusal is not None:
             raise Refused(refusal)
         self._waiting += requests
-        self._waiting_tokens += prompt_tokens
+        self._waiting_tokens += tokens
         self._live += requests
         if tenant is not None:
             self._account(tenant).live += requests
             self._charge(tenant, prompt_tokens)
-        return Ticket(self, tenant, prompt_tokens, requests)
+        return Ticket(self, tenant, tokens, requests)
 
     def _refuse_tenant(self, tenant: Tenant | None, requests: int) -> Refusal | None:
         if tenant is None:
@@ -180,35 +183,53 @@ class Admission:
         account = self._account(tenant)
         most = tenant.max_concurrent
         if most is not None and requests > most:
-            return _never(requests, f"tenant {tenant.name} may have {most} at once", most)
+            return _never(requests, f"the max_concurrent of tenant {tenant.name} is {most}", most)
         if most is not None and account.live + requests > most:
-            message = f"tenant {tenant.name} has {account.live} of {most} requests at once: wait until one has ended"
-            return Refusal("tenant_limit", message, 429, 1.0)
+            account.refusals += 1
+            seconds = float(math.ceil(min(_PATIENCE, 1 + self._random() * account.refusals)))
+            message = f"tenant {tenant.name} has {account.live} requests at once and its max_concurrent is {most}"
+            return Refusal("tenant_limit", f"{message}: try again in {seconds:.0f} s", 429, seconds)
         debt = account.debt(self._now)
         if tenant.tokens_per_minute is not None and debt > 0:
-            seconds = max(1, math.ceil(debt))
-            used = f"tenant {tenant.name} has used its {tenant.tokens_per_minute} tokens per minute"
-            return Refusal("tenant_rate", f"{used}: try again in {seconds} s", 429, float(seconds))
+            seconds = float(max(1, math.ceil(debt)))
+            used = f"tenant {tenant.name} has used its tokens_per_minute, {tenant.tokens_per_minute}"
+            return Refusal("tenant_rate", f"{used}: try again in {seconds:.0f} s", 429, seconds)
         return None
 
-    def _refuse_queue(self, prompt_tokens: int, requests: int) -> Refusal | None:
+    def _refuse_queue(self, tokens: int, requests: int) -> Refusal | None:
         if requests > self._max_waiting:
-            return _never(requests, f"the queue holds {self._max_waiting}", self._max_waiting)
-        # With nobody before it any prompt may enter: a longer one than the bound could not otherwise, ever.
-        excess = self._waiting + requests - self._max_waiting
-        excess_tokens = self._waiting_tokens + prompt_tokens - self._max_waiting_tokens
-        if self._waiting == 0 or (excess <= 0 and excess_tokens <= 0):
+            return _never(requests, f"the server's --max-waiting is {self._max_waiting}", self._max_waiting)
+        # Into an empty queue any prompt is admitted: one that is longer than the bound could not be otherwise, ever.
+        if self._waiting == 0:
             return None
-        if prompt_tokens > self._max_waiting_tokens:
-            excess, excess_tokens = self._waiting, self._waiting_tokens
-        seconds = float(math.ceil(min(LONGEST_RETRY, max(1.0, self._drain.seconds_for(excess, excess_tokens)))))
-        held = f"{self._waiting} requests with {self._waiting_tokens} prompt tokens are waiting"
-        return Refusal("queue_full", f"the queue is full ({held}): try again in {seconds:.0f} s", 429, seconds)
+        waiting, waiting_tokens = self._waiting + requests, self._waiting_tokens + tokens
+        if waiting > self._max_waiting:
+            held = f"{self._waiting:,} requests are waiting and the server's --max-waiting is {self._max_waiting:,}"
+            return self._full(held, waiting - self._max_waiting, 0)
+        if waiting_tokens > self._max_waiting_tokens:
+            excess = min(self._waiting_tokens, waiting_tokens - self._max_waiting_tokens)
+            limit = f"the server's --max-waiting-tokens is {self._max_waiting_tokens:,}"
+            return self._full(f"{self._waiting_tokens:,} prompt tokens are waiting and {limit}", 0, excess)
+        wait = self._drain.seconds_for(waiting, waiting_tokens)
+        if wait > self._max_wait:
+            seconds = self._returns.book(self._now, wait - self._max_wait, self._drain.seconds_each())
+            predicted = f"{wait:.0f} s" if wait < MINUTE * MINUTE else "more than an hour"
+            held = f"the predicted wait is {predicted} ({self._waiting:,} requests are waiting)"
+            limit = f"the server's --max-wait is {self._max_wait:g} s"
+            return Refusal("long_wait", f"{held} and {limit}: try again in {seconds:.0f} s", 429, seconds)
+        return None
+
+    def _full(self, held: str, excess: int, excess_tokens: int) -> Refusal:
+        soonest = max(1.0, self._drain.seconds_for(excess, excess_tokens))
+        seconds = self._returns.book(self._now, soonest, self._drain.seconds_each())
+        return Refusal("queue_full", f"the queue is full: {held}; try again in {seconds:.0f} s", 429, seconds)
 
     def _tell(self, now: float) -> None:
         if now > self._now:
-            if self._waiting:
-                self._drain.wait(now - self._now)
+            if self._waiting and self._is_busy():
+                self._drain.busy(now - self._now)
+            elif self._now > -math.inf:
+                self._drain.idle(now - self._now)
             self._now = now
 
     def _account(self, tenant: Tenant) -> _Account:
@@ -222,13 +243,16 @@ class Admission:
     def _leave_queue(self, ticket: Ticket, now: float) -> None:
         self._tell(now)
         self._waiting -= ticket.requests
-        self._waiting_tokens -= ticket.prompt_tokens
-        self._drain.leave(ticket.requests, ticket.prompt_tokens)
+        self._waiting_tokens -= ticket.tokens
+        if self._is_busy():
+            self._drain.leave(ticket.requests, ticket.tokens)
 
     def _leave(self, ticket: Ticket) -> None:
         self._live -= ticket.requests
         if ticket.tenant is not None:
-            self._account(ticket.tenant).live -= ticket.requests
+            account = self._account(ticket.tenant)
+            account.live -= ticket.requests
+            account.refusals = 0
 
 
 def _never(requests: int, bound: str, most: int) -> Refusal:

@@ -104,6 +104,11 @@ class EngineClient:
         return None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether requests wait for room in the batch, as of the last step."""
+        return self.stats is not None and self.stats.waiting > 0 and self.stats.blocked_by != ""
+
+    @property
     def live(self) -> int:
         """Requests under way through this process."""
         return len(self._listeners)

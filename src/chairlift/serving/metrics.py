@@ -24,7 +24,7 @@ REASONS = ("stop", "length", "abort", "error")
 WAITS = ("seats", "blocks", "tokens", "gate")  # what the scheduler says of the first in line
 NOT_PLANNED = "next_step"  # and where it says nothing: they came after the last step was planned
 CHOICES = ("policy", "batching", "prefill", "preemption", "predictor")
-REFUSALS = ("queue_full", "tenant_limit", "draining", "engine_down", "invalid", "timeout")
+REFUSALS = ("queue_full", "long_wait", "tenant_limit", "tenant_rate", "draining", "engine_down", "invalid", "timeout")
 
 # vLLM's edges. Ours are these and finer ones below, where a small model on a fast machine lives.
 _FIRST_TOKEN = (

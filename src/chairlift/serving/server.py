@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -45,6 +46,8 @@ from chairlift.vocabulary import read_tokenizer
 log = logging.getLogger("chairlift")
 
 _HEADERS = 64 << 10  # bytes of a request's head
+WAITING_TOKENS = 1 << 20  # prompt tokens; a waiting one takes some 70 bytes in both processes together
+_FILES = 1 << 16  # that may be open: a connection for each request that waits or runs, and some for everything else
 _LAG_EVERY = 0.5  # seconds between two looks at the event loop's lag
 
 
@@ -57,8 +60,9 @@ class Plan(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
-    max_waiting: int | None = None
+    max_waiting: int = 4096
     max_waiting_tokens: int | None = None
+    max_wait: float = 60.0
     timeout: float | None = None
     grace: float = 30.0
     max_body: int = 8 << 20
@@ -190,10 +194,14 @@ class HttpProcess:
 
     def _service(self, hello: Hello) -> Service:
         plan = self._plan
-        tokens = plan.max_waiting_tokens or hello.kv_tokens
+        tokens = plan.max_waiting_tokens or max(WAITING_TOKENS, hello.kv_tokens)
         # Each HTTP process admits its part: they do not know of each other.
-        waiting = plan.max_waiting or 2 * hello.max_sequences
-        admission = Admission(max(1, waiting // plan.workers), max(1, tokens // plan.workers))
+        admission = Admission(
+            max(1, plan.max_waiting // plan.workers),
+            max(1, tokens // plan.workers),
+            plan.max_wait,
+            is_busy=lambda: self.client.is_busy,
+        )
         return Service(
             plan.name,
             self.client,
@@ -340,6 +348,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allow_connections() -> None:
+    """Raise this process's limit of open files: the usual 1,024 are too few for a queue of thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 @contextlib.contextmanager
 def runtime_folder() -> Iterator[Path]:
     """A private folder for sockets, gone afterwards. Its path is short: a socket's name may have some 100 bytes."""
@@ -353,4 +369,5 @@ def runtime_folder() -> Iterator[Path]:
 def run(plan: Plan, say: Callable[[str], None]) -> int:
     """The server, from a plain function."""
     logs.set_up(plan.log_format, plan.log_level)
+    allow_connections()
     return asyncio.run(serve(plan, say))

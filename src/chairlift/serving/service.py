@@ -74,6 +74,7 @@ class Call:
     http: HttpRequest
     tenant: Tenant | None
     id: str
+    body_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)  # of the engine, for traces
 
@@ -93,6 +94,7 @@ class Call:
                         raise too_large
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
+        self.body_bytes = len(raw)
         return await off_loop(lambda: read_object(bytes(raw), max_items=_ITEMS), len(raw))
 
     # ---- generating
@@ -100,16 +102,7 @@ class Call:
     async def generate(self, *, chat: bool) -> Response:
         """Answer a chat or a plain completion, whole or as a stream."""
         service = self.service
-        raw = await self.body()
-        hello = service.hello
-        body, self.ignored = set_aside_unknown(raw, chat=chat)
-        check_model(body.get("model"), service.model)
-        options = read_options(body)
-        self.id = options.request_id or self.id
-        self._check_priority(options)
-        asked = await (service.reader.chat if chat else service.reader.completion)(body, hello)
-        if options.stream:
-            check_stream(asked[0].params)
+        options, asked = await self._read(chat=chat)  # the body itself is not kept while the request waits
         timeout = options.timeout if options.timeout is not None else service.timeout
         terms = self._terms(options, "chat" if chat else "completions")
         answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout, options.stream)
@@ -122,6 +115,21 @@ class Call:
             return EventStream(answering, self._chunks(answering, options, name, chat), options, self.id)
         return await self._whole(answering, options, name, chat)
 
+    async def _read(self, *, chat: bool) -> tuple[Options, list[Asked]]:
+        """What the body asks for."""
+        service = self.service
+        raw = await self.body()
+        hello = service.hello
+        body, self.ignored = set_aside_unknown(raw, chat=chat)
+        check_model(body.get("model"), service.model)
+        options = read_options(body)
+        self.id = options.request_id or self.id
+        self._check_priority(options)
+        asked = await (service.reader.chat if chat else service.reader.completion)(body, hello)
+        if options.stream:
+            check_stream(asked[0].params)
+        return options, asked
+
     def _terms(self, options: Options, endpoint: str) -> Terms:
         tenant = self.tenant or Tenant("")
         ttft = tenant.ttft if options.ttft is None else options.ttft
@@ -132,7 +140,14 @@ class Call:
         service, prompts = self.service, [len(each.prompt) for each in asked]
         outputs = sum(each.params.width * (each.params.max_tokens or 0) for each in asked)
         try:
-            ticket = service.admission.admit(self.tenant, sum(prompts), outputs, time.monotonic(), requests=len(asked))
+            ticket = service.admission.admit(
+                self.tenant,
+                sum(prompts),
+                outputs,
+                time.monotonic(),
+                requests=len(asked),
+                body_bytes=self.body_bytes,
+            )
             return ticket.split(prompts)
         except Refused as error:
             refusal = error.refusal
