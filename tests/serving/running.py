@@ -31,6 +31,7 @@ class Running:
     process: subprocess.Popen[bytes]
     lines: list[str] = field(default_factory=list)  # what it has printed up to its address
     key: str | None = None  # sent with every request, if there is one
+    log: Path | None = None  # where its log goes
 
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
         return httpx.request(
@@ -87,6 +88,11 @@ class Running:
             time.sleep(0.02)
         return time.monotonic() - start
 
+    def logged(self) -> str:
+        """What it has written to its log so far."""
+        assert self.log is not None
+        return self.log.read_text()
+
     def is_healthy(self) -> bool:
         return self.get("/health").status_code == 200
 
@@ -122,7 +128,7 @@ def running(
         try:
             lines = _lines_up_to(log, "address", process)
             url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")
-            yield Running(url, process, lines)
+            yield Running(url, process, lines, log=Path(log.name))
         except BaseException:
             log.seek(0)
             print("the server's log:", log.read()[-8000:], sep="\n")  # pytest shows it

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.core.errors import SettingsError
-from chairlift.serving.keys import Keyring, Tenant
+from chairlift.serving.keys import Keyring, Tenant, digest_of
 
 SECRET = "sk-correct-horse"
 OTHER = "sk-battery-staple"
@@ -65,6 +65,29 @@ def test_the_environment_gives_tenants_too(tmp_path: Path) -> None:
     assert both is not None
     assert both.find(f"Bearer {SECRET}") == Tenant("alice")
     assert both.find(f"Bearer {OTHER}") == Tenant("default")
+
+
+def test_a_key_of_the_environment_may_be_an_administrator_s() -> None:
+    ring = of_environment(f"alice:{SECRET}, ops:{OTHER}:admin")
+    assert ring.find(f"Bearer {SECRET}") == Tenant("alice")
+    assert ring.find(f"Bearer {OTHER}") == Tenant("ops", is_admin=True)
+
+
+def test_the_flag_gives_one_administrator_beside_the_others(tmp_path: Path) -> None:
+    alone = Keyring.read(None, {}, digest_of(SECRET))
+    assert alone is not None
+    assert alone.find(f"Bearer {SECRET}") == Tenant("default", is_admin=True)
+    assert alone.find(f"Bearer {OTHER}") is None
+    beside = Keyring.read(write(tmp_path, entry("")), {"CHAIRLIFT_API_KEYS": "sk-of-nobody"}, digest_of(OTHER))
+    assert beside is not None
+    assert beside.find(f"Bearer {SECRET}") == Tenant("alice")
+    assert beside.find("Bearer sk-of-nobody") == Tenant("default")
+    assert beside.find(f"Bearer {OTHER}") == Tenant("default", is_admin=True)
+    with pytest.raises(SettingsError, match="--api-key have the same key"):
+        Keyring.read(write(tmp_path, entry("")), {}, digest_of(SECRET))
+    for wrong in ("short", "", "with space"):
+        with pytest.raises(SettingsError, match="--api-key has a key that"):
+            digest_of(wrong)
 
 
 @pytest.mark.parametrize("header", [f"Bearer {SECRET}", f"bearer {SECRET}", f"BEARER   {SECRET} ", f" Bearer {SECRET}"])
@@ -211,6 +234,8 @@ def test_each_mistake_in_a_file_has_its_words(tmp_path: Path, text: str | bytes,
         (f"{SECRET},", "entry 2 of CHAIRLIFT_API_KEYS has a key that is too short"),
         (f":{SECRET}", "bad tenant"),
         (f"{SECRET}:bob", "the tenant comes first"),
+        (f"alice:{SECRET}:root", "too many colons: use tenant:key, or tenant:key:admin"),
+        (f"alice:{SECRET}:admin:admin", "too many colons"),
         (f"a:{SECRET},b:{SECRET}", "entry 1 .* and entry 2 .* have the same key"),
     ],
 )

@@ -147,6 +147,17 @@ def test_metrics_are_also_shown_under_vllm_s_names_when_asked(keyed: Running, sm
     assert "vllm:" not in small.get("/metrics").text
 
 
+def test_one_key_on_the_command_line_opens_every_route_and_is_passed_on_to_no_process(tiny_model: Path) -> None:
+    key = "sk-of-the-command-line"
+    with running(tiny_model, "--api-key", key, "--api-workers", "2", fake=True) as server:
+        assert server.get("/v1/models").status_code == 401
+        server.key = key
+        assert server.post(COMPLETION, ONE).status_code == 200
+        assert server.get("/metrics").status_code == 200
+        for child in (server.child("http_process"), server.engine_pid()):
+            assert key not in Path(f"/proc/{child}/cmdline").read_text()
+
+
 # ---- the queue
 
 

@@ -434,6 +434,46 @@ def talk(server: Running, raw: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions? the base URL"),
+        ("POST", "/completions", "did you mean /v1/completions?"),
+        ("GET", "/models", "did you mean /v1/models?"),
+        ("GET", "/models/tiny", "did you mean /v1/models/tiny?"),
+        ("POST", "/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("GET", "/v1/health", "did you mean /health?"),
+        ("GET", "/v1/nothing", "see /openapi.json"),
+    ],
+)
+def test_a_path_without_v1_or_with_one_too_many_gets_a_hint(
+    server: Running, method: str, path: str, meant: str
+) -> None:
+    error = refused(server.request(method, path, json={} if method == "POST" else None), 404)
+    assert error["code"] == "unknown_route"
+    assert meant.replace("? the", "?; the") in error["message"]
+
+
+@pytest.mark.parametrize("form", ["json", "words"])
+def test_the_log_says_why_a_request_was_refused_in_one_line(tiny_model: Path, form: str) -> None:
+    with running(tiny_model, "--log-format", form, fake=True) as server:
+        server.post(COMPLETION, {"prompt": "x", "guided_json": {}})
+        server.post(COMPLETION, {"prompt": "x", "model": "x\n200 forged\x1b[2J" + "y" * 100_000})
+        server.get("/nothing%0AGET%20/forged%20200")
+        server.get("/health")
+        server.wait_until(lambda: "/health 200" in server.logged())
+        lines = server.logged().splitlines()[-4:]
+    assert "guided_json is not supported yet" in lines[0]
+    assert "model_not_found" in lines[1] and "there is no model" in lines[1] and len(lines[1]) < 1000
+    assert "unknown_route" in lines[2]
+    assert lines[3].count("why") == 0
+    assert not any("\x1b" in line for line in lines)
+    if form == "json":
+        found = [json.loads(line) for line in lines]
+        assert [each["message"].split()[-1] for each in found] == ["400", "404", "404", "200"]
+        assert [each.get("code") for each in found] == [None, "model_not_found", "unknown_route", None]
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * 200_000 + b"\r\n\r\n",

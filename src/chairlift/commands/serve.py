@@ -26,6 +26,14 @@ def serve(
         Path | None,
         typer.Option(help="A TOML file of API keys (docs/keys.md); also read from CHAIRLIFT_API_KEYS.", exists=False),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="One key that clients must send, an administrator's. Every user of this machine can see it in ps: use "
+            "--api-keys where that matters.",
+            metavar="KEY",
+        ),
+    ] = None,
     api_workers: Annotated[
         int, typer.Option(help="HTTP processes; more help when one core cannot write all streams.", min=1, max=64)
     ] = 1,
@@ -84,6 +92,7 @@ def serve(
     """Serve a model over an OpenAI-compatible API."""
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
+    from chairlift.serving.keys import digest_of
 
     chosen = Settings.of(**settings)  # a wrong value is refused here, before a process is started
     if chosen.scheduling.batching == "static":
@@ -100,6 +109,7 @@ def serve(
         raise SettingsError(f"--max-wait is {max_wait:g}: use seconds above 0")
     if request_timeout is not None and request_timeout <= 0:
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
+    digest = None if api_key is None else digest_of(api_key)  # a key that cannot be one is refused before loading
     begin_loading(model, settings, is_told=True)
     from chairlift.serving.server import Plan, run
 
@@ -117,6 +127,7 @@ def serve(
         grace=grace,
         max_body=int(max_body_mb * (1 << 20)),
         keys=None if api_keys is None else str(api_keys),
+        key_digest=digest,
         origins=cors_origin or [],
         certificate=None if tls_cert is None else str(tls_cert),
         private_key=None if tls_key is None else str(tls_key),

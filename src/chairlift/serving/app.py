@@ -46,26 +46,18 @@ class App:
         http = HttpRequest(scope, receive)
         call = Call(self.service, http, None, _request_id(http))
         route: Route | None = None
+        failure: Failure | None = None
         try:
             response = self._preflight(http)
             if response is None:
                 route = self._find(scope)
                 call.tenant = self._authorize(route, http)
                 response = await route.endpoint(call)
-        except Failure as failure:
-            response = json_response(failure.body, failure.status, failure.headers)
-        except RequestError as error:
-            self.service.metrics.refused("invalid")
-            response = json_response(from_request(error).body, 400)
-        except BodyError as error:
-            self.service.metrics.refused("invalid")
-            response = json_response(invalid(str(error), code="invalid_body").body, 400)
         except ClientDisconnect:
             response = Response(status_code=CLIENT_GONE)
-        except Exception:
-            log.exception("a request broke", extra={"request_id": call.id})
-            told = Failure("something broke in the server; its log has more", 500, "server_error", "internal_error")
-            response = json_response(told.body, told.status)
+        except Exception as error:
+            failure = self._explain(error, call)
+            response = json_response(failure.body, failure.status, failure.headers)
         response.headers["X-Request-Id"] = call.id
         if call.ignored:
             names = (quote(name[:100], errors="replace")[:200] for name in call.ignored[:20])  # a header takes no more
@@ -74,7 +66,17 @@ class App:
         try:
             await response(scope, receive, send)
         finally:
-            self._note(call, route, response.status_code, time.monotonic() - start)
+            self._note(call, route, response.status_code, time.monotonic() - start, failure)
+
+    def _explain(self, error: Exception, call: Call) -> Failure:
+        """What the client is told of whatever went wrong."""
+        if isinstance(error, Failure):
+            return error
+        if isinstance(error, RequestError | BodyError):
+            self.service.metrics.refused("invalid")
+            return from_request(error) if isinstance(error, RequestError) else invalid(str(error), code="invalid_body")
+        log.error("a request broke", exc_info=error, extra={"request_id": call.id})
+        return Failure("something broke in the server; its log has more", 500, "server_error", "internal_error")
 
     def _find(self, scope: Any) -> Route:
         allowed = []
@@ -90,9 +92,17 @@ class App:
             failure = invalid(wanted, status=405, code="wrong_method")
             failure.more_headers["Allow"] = ", ".join(allowed)
             raise failure
-        raise invalid(
-            f"there is no {scope['path']}: see /openapi.json for what there is", status=404, code="unknown_route"
-        )
+        hint = self._hint(scope) or "see /openapi.json for what there is"
+        raise invalid(f"there is no {scope['path']}: {hint}", status=404, code="unknown_route")
+
+    def _hint(self, scope: Any) -> str | None:
+        """A route that differs only by /v1, which a client's base URL must end with, once."""
+        path = scope["path"]
+        for meant in (f"/v1{path}", path.removeprefix("/v1")):
+            if any(pattern.matches({**scope, "path": meant})[0] is not Match.NONE for pattern, _ in self._patterns):
+                of_client = "; the base URL of an OpenAI client ends with /v1" if meant.startswith("/v1/") else ""
+                return f"did you mean {meant}?{of_client}"
+        return None
 
     def _authorize(self, route: Route, http: HttpRequest) -> Tenant | None:
         keyring = self.service.keyring
@@ -134,7 +144,7 @@ class App:
 
     # ---- what is kept of it
 
-    def _note(self, call: Call, route: Route | None, status: int, seconds: float) -> None:
+    def _note(self, call: Call, route: Route | None, status: int, seconds: float, failure: Failure | None) -> None:
         path = "other" if route is None else route.path
         self.service.metrics.responded(path, status, seconds)
         if self.service.traces is not None and call.http.method == "POST":
@@ -148,6 +158,8 @@ class App:
                 "request_id": call.id,
                 "seconds": round(seconds, 4),
                 "tenant": None if call.tenant is None else call.tenant.name,
+                "code": None if failure is None else failure.code,
+                "why": None if failure is None else failure.body["error"]["message"],  # bounded there
             },
         )
 

@@ -13,13 +13,12 @@ import msgspec
 
 from chairlift.serving import logs
 from chairlift.serving.beat import Beat
-from chairlift.serving.keys import Keyring
-from chairlift.serving.server import HttpProcess, Plan
+from chairlift.serving.server import HttpProcess, Plan, read_keyring
 
 
 async def serve(plan: Plan, worker: int, descriptor: int) -> None:
     """Wait for the engine, then serve until told to stop or until the first process is gone."""
-    keyring = Keyring.read(Path(plan.keys) if plan.keys else None, os.environ)
+    keyring = read_keyring(plan)
     process = HttpProcess(plan, worker, socket.socket(fileno=descriptor), Beat(Path(plan.folder) / "beat"), keyring)
     await process.client.open()
     watch = asyncio.create_task(_leave_with_parent(os.getppid()))

@@ -18,6 +18,8 @@ from chairlift.core.errors import SettingsError
 from chairlift.openai.options import LONGEST
 
 VARIABLE = "CHAIRLIFT_API_KEYS"
+FLAG = "--api-key"
+DEFAULT = "default"  # the tenant of keys that name none
 SHORTEST_KEY = 8
 _LOWEST = {"max_concurrent": 1, "tokens_per_minute": 1, "max_priority": 0}
 _WEIGHTS = 0.001, 1000.0
@@ -63,13 +65,15 @@ class Keyring:
     warnings: tuple[str, ...] = ()
 
     @staticmethod
-    def read(file: Path | None, environment: Mapping[str, str]) -> Keyring | None:
-        """The keys of a file and of CHAIRLIFT_API_KEYS together; None when neither is given, and all may enter.
+    def read(file: Path | None, environment: Mapping[str, str], digest: str | None = None) -> Keyring | None:
+        """The keys of a file, of CHAIRLIFT_API_KEYS and of --api-key together; None when none is given: all may enter.
+
+        `digest` is that of --api-key, whose tenant is `default` and an administrator.
 
         >>> Keyring.read(None, {"CHAIRLIFT_API_KEYS": "alice:sk-12345678"}).find("Bearer sk-12345678").name
         'alice'
         """
-        if file is None and VARIABLE not in environment:
+        if file is None and VARIABLE not in environment and digest is None:
             return None
         entries: list[_Entry] = []
         warnings: list[str] = []
@@ -78,6 +82,8 @@ class Keyring:
             entries += _file_entries(file, text)
         if VARIABLE in environment:
             entries += _environment_entries(environment[VARIABLE])
+        if digest is not None:
+            entries.append(_Entry(FLAG, bytes.fromhex(digest), Tenant(DEFAULT, is_admin=True)))
         _check_together(entries)
         return Keyring(tuple(entries), tuple(warnings))
 
@@ -93,6 +99,11 @@ class Keyring:
             if hmac.compare_digest(entry.digest, digest):
                 found = entry.tenant
         return found
+
+
+def digest_of(key: str) -> str:
+    """The sha256 of --api-key: the key itself is passed on to no other process."""
+    return _digest(FLAG, key).hex()
 
 
 def _read_file(file: Path, warnings: list[str]) -> bytes:
@@ -155,9 +166,13 @@ def _environment_entries(text: str) -> list[_Entry]:
     entries = []
     for number, each in enumerate(text.split(","), 1):
         place = f"entry {number} of {VARIABLE}"
-        before, colon, after = each.strip().partition(":")
-        name, key = (before, after) if colon else ("default", before)
-        tenant = Tenant(_name(place, name))
+        parts = each.strip().split(":")
+        if len(parts) > 3 or parts[2:] not in ([], ["admin"]):
+            raise SettingsError(
+                f"{place} has too many colons: use tenant:key, or tenant:key:admin for an administrator"
+            )
+        name, key = parts[:2] if len(parts) > 1 else (DEFAULT, parts[0])
+        tenant = Tenant(_name(place, name), is_admin=len(parts) == 3)
         entries.append(_Entry(place, _digest(place, key), tenant))
     return entries
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import msgspec
 
-_EXTRAS = ("request_id", "tenant", "seconds")
+_EXTRAS = ("request_id", "tenant", "seconds", "code", "why")  # the last two: of a request that was refused or failed
+
+
+def printable(text: str) -> str:
+    """The text in one line, without control characters: it may hold what a client sent.
+
+    >>> printable("a\\nb\\x1b[2J")
+    'a\\\\nb\\\\x1b[2J'
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class JsonLines(logging.Formatter):
@@ -35,6 +44,7 @@ class Words(logging.Formatter):
         """One line, or several where something broke."""
         extras = " ".join(f"{name}={value}" for name in _EXTRAS if (value := getattr(record, name, None)) is not None)
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.getMessage()} {extras}".rstrip()
+        line = printable(line)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -67,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     grace: float = 30.0
     max_body: int = 8 << 20
     keys: str | None = None
+    key_digest: str | None = None  # of --api-key
     origins: list[str] = []
     certificate: str | None = None
     private_key: str | None = None
@@ -94,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 async def serve(plan: Plan, say: Callable[[str], None]) -> int:
     """Run until told to stop; the exit code."""
-    keyring = Keyring.read(Path(plan.keys) if plan.keys else None, os.environ)
+    keyring = read_keyring(plan)
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
     if keyring is None and plan.host not in ("127.0.0.1", "::1", "localhost"):
@@ -120,7 +121,7 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
             helpers = Helpers(plan, listener.fileno())
             for warning in process.defaults.warnings:
                 say(f"warning: {warning}")
-            say(banner(plan, process.client.hello, process.defaults))
+            say(banner(plan, process.client.hello, process.defaults, has_keys=keyring is not None))
             with contextlib.suppress(asyncio.CancelledError):
                 await process.run(on_signal=helpers.drain)
             await helpers.stop()
@@ -141,13 +142,18 @@ async def first_hello(client: EngineClient, supervisor: Supervisor) -> None:
             raise ChairliftError("the engine process ended while it loaded the model: see above for why")
 
 
-def banner(plan: Plan, hello: Hello | None, defaults: SamplingDefaults) -> str:
+def read_keyring(plan: Plan) -> Keyring | None:
+    """The keys that open this server; None: it is open to all."""
+    return Keyring.read(Path(plan.keys) if plan.keys else None, os.environ, plan.key_digest)
+
+
+def banner(plan: Plan, hello: Hello | None, defaults: SamplingDefaults, *, has_keys: bool) -> str:
     """What a person sees when it is ready."""
     assert hello is not None
     scheme = "https" if plan.certificate else "http"
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     address = f"{scheme}://{'127.0.0.1' if plan.host == '0.0.0.0' else host}:{plan.port}"
-    key = ' -H "Authorization: Bearer $KEY"' if plan.keys or os.environ.get("CHAIRLIFT_API_KEYS") else ""
+    key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
     chosen = choices(plan.scheduling)
     scheduling = f"  scheduling {chosen}\n" if chosen else ""
     return (
