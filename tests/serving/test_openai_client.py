@@ -255,6 +255,20 @@ def test_a_chat_stream_says_the_same_as_the_plain_reply(client: OpenAI, params: 
         assert tokens_of(chunks[-1].usage) == tokens_of(plain.usage)
 
 
+@pytest.mark.parametrize("call", [chat, complete], ids=["chat", "completion"])
+def test_every_chunk_has_the_usage_so_far_when_asked(client: OpenAI, call: Any) -> None:
+    plain = call(client, n=2, **SEEDED)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = streamed(call, client, n=2, stream_options=options, **SEEDED)
+    so_far = [chunk.usage.completion_tokens for chunk in chunks]
+    assert so_far == sorted(so_far) and so_far[0] <= 4 and so_far[-1] == 2 * 24
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {plain.usage.prompt_tokens}
+    assert all(each.usage.total_tokens == each.usage.prompt_tokens + each.usage.completion_tokens for each in chunks)
+    assert tokens_of(chunks[-1].usage) == tokens_of(plain.usage)
+    alone = streamed(call, client, stream_options={"continuous_usage_stats": True}, **SEEDED)
+    assert all(chunk.usage is None for chunk in alone), "as in vLLM, it says how, and include_usage says whether"
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_completion_stream_says_the_same_as_the_plain_reply(client: OpenAI, params: dict[str, Any]) -> None:
     params = with_extra(params, return_token_ids=True)

@@ -14,6 +14,7 @@ from running import Running, running
 
 import chairlift
 from chairlift.serving.routes import ROUTES
+from tiny import CHAT_TEMPLATE
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -112,6 +113,19 @@ def test_a_conversation_is_tokenized_as_a_chat_completion_reads_it(server: Runni
 )
 def test_what_cannot_be_tokenized_is_refused(server: Running, path: str, body: Any) -> None:
     refused(server.post(path, body))
+
+
+def test_a_client_can_use_the_tokenizer_from_afar(server: Running) -> None:
+    """As lm-eval does: it needs the special tokens by text, and turns them and everything else into ids by itself."""
+    info = server.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<|begin|>", "<|end|>", None)
+    assert (info["chat_template"], info["model_max_length"], info["vocab_size"]) == (CHAT_TEMPLATE, LENGTH, 320)
+    assert info["tokenizer_class"]
+    ends = server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"]
+    assert ends == [1]
+    text = "What is the answer?<|end|>\n"
+    ids = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
 
 
 def test_there_is_no_other_route_and_no_other_method(server: Running) -> None:

@@ -20,6 +20,7 @@ class Options:
 
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False  # in every chunk, not only in the last
     timeout: float | None = None
     priority: int = 0  # higher goes first
     ttft: float | None = None  # seconds within which the first token is due
@@ -49,9 +50,12 @@ def read_options(body: Body) -> Options:
     name = get(body, "request_id", "a string")
     if name is not None and NAME.fullmatch(name) is None:
         raise RequestError("request_id must have 1 to 128 letters, digits, dots, colons, dashes or underscores")
+    include_usage = bool(get(stream_options or {}, "include_usage", "true or false"))
+    continuous_usage = bool(get(stream_options or {}, "continuous_usage_stats", "true or false"))
     return Options(
         stream=stream,
-        include_usage=bool(get(stream_options or {}, "include_usage", "true or false")),
+        include_usage=include_usage,
+        continuous_usage=include_usage and continuous_usage,
         timeout=_seconds(body, "timeout"),
         priority=priority,
         ttft=_seconds(body, "ttft"),

@@ -80,7 +80,7 @@ class Reader:
 
     async def chat_prompt(self, body: Body) -> list[int]:
         """The token ids of a conversation, through the model's own template."""
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         template = tokenizer.chat_template
         if template is None:
             raise RequestError(f"{self.model} has no chat template: use /v1/completions with a plain prompt")
@@ -97,14 +97,14 @@ class Reader:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text."""
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         if not text:
             raise RequestError("prompt is empty: give at least one character")
         return await off_loop(lambda: tokenizer.encode(text, add_special_tokens), len(text))
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids."""
-        return self._require_tokenizer().decode(ids, skip_special_tokens=False)
+        return self.require_tokenizer().decode(ids, skip_special_tokens=False)
 
     def _ask(self, text: str | None, prompt: list[int], params: SamplingParams, hello: Hello) -> Asked:
         if self.tokenizer is None and (params.stop or params.bad_words):
@@ -129,7 +129,8 @@ class Reader:
             bad_words=[list(word) for word in bad_words],
         )
 
-    def _require_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, or a RequestError that says why there is none."""
         if self.tokenizer is None:
             raise RequestError(f"text cannot be read: {self.no_tokenizer}; send /v1/completions a list of token ids")
         return self.tokenizer

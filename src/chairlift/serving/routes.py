@@ -154,6 +154,22 @@ async def detokenize(call: Call) -> Response:
     return json_response({"prompt": reader.decode(ids)})
 
 
+async def tokenizer_info(call: Call) -> Response:
+    """What a client needs to use the tokenizer from afar, named as in tokenizer_config.json; vLLM answers so too."""
+    tokenizer = call.service.reader.require_tokenizer()
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # the class of transformers that reads any tokenizer.json
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.pad_token,
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": call.service.hello.max_length,
+            "vocab_size": tokenizer.vocab_size,
+        }
+    )
+
+
 async def health(call: Call) -> Response:
     """Whether requests are being served, in truth: 503 when the engine is gone, stuck or not there yet."""
     trouble = call.service.client.trouble
@@ -195,6 +211,7 @@ ROUTES = (
     Route("POST", "/v1/embeddings", Access.USER, embeddings),
     Route("POST", "/tokenize", Access.USER, tokenize),
     Route("POST", "/detokenize", Access.USER, detokenize),
+    Route("GET", "/tokenizer_info", Access.USER, tokenizer_info),
     Route("GET", "/health", Access.OPEN, health),
     Route("GET", "/ready", Access.OPEN, ready),
     Route("GET", "/version", Access.OPEN, version),

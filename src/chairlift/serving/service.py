@@ -246,13 +246,21 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         async for pieces in self._answering.pieces():
-            if found := [sse(chunk) for piece in pieces for chunk in self._chunks.of(piece)]:
-                yield b"".join(found)
+            found = [chunk for piece in pieces for chunk in self._chunks.of(piece)]
+            if self._options.continuous_usage:
+                used = self._used()
+                found = [{**chunk, "usage": used} for chunk in found]
+            if found:
+                yield b"".join(map(sse, found))
         if self._options.include_usage:
-            used = usage(self._answering.outputs)
-            if self._options.no_output:
-                used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
-            yield sse(self._chunks.usage(used))
+            yield sse(self._chunks.usage(self._used()))
+
+    def _used(self) -> dict[str, Any]:
+        """The tokens of all prompts, and of all answers so far."""
+        used = usage(self._answering.outputs)
+        if self._options.no_output:
+            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+        return used
 
 
 def salt_of(tenant: str, cache_salt: str | None) -> str:

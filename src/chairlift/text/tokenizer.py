@@ -32,6 +32,7 @@ class Tokenizer:
         *,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
+        pad_token: str | None = None,
         chat_template: str | None = None,
     ) -> None:
         backend.no_truncation()  # a training setup may be stored with the vocabulary; serving never cuts or pads
@@ -40,6 +41,7 @@ class Tokenizer:
         self.pieces = Pieces.of(backend.decoder)
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
+        self.pad_token = pad_token  # nothing is padded here; clients that use the tokenizer from afar may want it
         self.chat_template = chat_template
         self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -69,7 +71,13 @@ class Tokenizer:
             surround(
                 backend, bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
             )
-        return cls(backend, bos_token_id=bos, eos_token_id=eos, chat_template=_chat_template(path, config))
+        return cls(
+            backend,
+            bos_token_id=bos,
+            eos_token_id=eos,
+            pad_token=_content(config.get("pad_token")),
+            chat_template=_chat_template(path, config),
+        )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
@@ -77,10 +85,12 @@ class Tokenizer:
         vocabulary = gguf_tokenizer.read(metadata)
         bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
         surround(vocabulary.backend, bos if vocabulary.add_bos else None, eos if vocabulary.add_eos else None)
+        pad = metadata.get("tokenizer.ggml.padding_token_id")
         return cls(
             vocabulary.backend,
             bos_token_id=bos,
             eos_token_id=eos,
+            pad_token=None if pad is None else vocabulary.backend.id_to_token(int(pad)),
             chat_template=metadata.get("tokenizer.chat_template"),
         )
 
