@@ -450,7 +450,7 @@ def talk(server: Running, raw: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("method", "path", "meant"),
     [
-        ("POST", "/chat/completions", "did you mean /v1/chat/completions? the base URL"),
+        ("POST", "/chat/completions", "did you mean /v1/chat/completions? The base URL"),
         ("POST", "/completions", "did you mean /v1/completions?"),
         ("GET", "/models", "did you mean /v1/models?"),
         ("GET", "/models/tiny", "did you mean /v1/models/tiny?"),
@@ -464,7 +464,7 @@ def test_a_path_without_v1_or_with_one_too_many_gets_a_hint(
 ) -> None:
     error = refused(server.request(method, path, json={} if method == "POST" else None), 404)
     assert error["code"] == "unknown_route"
-    assert meant.replace("? the", "?; the") in error["message"]
+    assert meant in error["message"]
 
 
 @pytest.mark.parametrize("form", ["json", "words"])

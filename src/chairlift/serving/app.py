@@ -100,7 +100,7 @@ class App:
         path = scope["path"]
         for meant in (f"/v1{path}", path.removeprefix("/v1")):
             if any(pattern.matches({**scope, "path": meant})[0] is not Match.NONE for pattern, _ in self._patterns):
-                of_client = "; the base URL of an OpenAI client ends with /v1" if meant.startswith("/v1/") else ""
+                of_client = " The base URL of an OpenAI client ends with /v1" if meant.startswith("/v1/") else ""
                 return f"did you mean {meant}?{of_client}"
         return None
 
