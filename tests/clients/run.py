@@ -4,8 +4,8 @@
     python tests/clients/run.py                    # against this tree; minutes on two cores
     python tests/clients/run.py --source OTHER/src --output before.json
 
-It starts a real server with the default model. `try_NAME.py` has what is tried of each client; it runs in the environment of
-its requirements file, since the clients' own requirements exclude each other.
+It starts a real server with the default model. `try_NAME.py` has what is tried of each client; it runs in the environment
+of its requirements file, since the clients' own requirements exclude each other.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ MODEL = "smollm2-135m"
 ENVIRONMENTS = {
     **dict.fromkeys(("openai", "langchain", "llama_index", "litellm", "instructor", "pydantic_ai"), "light"),
     **dict.fromkeys(("llm", "prometheus"), "light"),
-    "aider": "aider", "lm_eval": "lm_eval", "guidellm": "guidellm",
+    "aider": "aider",
+    "lm_eval": "lm_eval",
+    "guidellm": "guidellm",
 }
 
 
 def install(folder: Path) -> None:
-    """Make the environments; a torch of the CPU's kind is kept if one is required."""
+    """Make the environments, one for each requirements file."""
     for name in dict.fromkeys(ENVIRONMENTS.values()):
         home = folder / name
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
