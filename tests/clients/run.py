@@ -4,8 +4,8 @@
     python tests/clients/run.py                    # against this tree; minutes on two cores
     python tests/clients/run.py --source OTHER/src --output before.json
 
-It starts a real server with the default model. `try_NAME.py` has what is tried of each client; it runs in the environment
-of its requirements file, since the clients' own requirements exclude each other.
+It starts a real server with the default model. `try_NAME.py` has what is tried of each client; it runs in the
+environment of its requirements file, since the clients' own requirements exclude each other.
 """
 
 from __future__ import annotations
