@@ -11,7 +11,11 @@ from trying import MODEL, URL, attempt, command
 
 def run(folder: Path) -> str:
     data = folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"Name {number} colours."}) + "\n" for number in range(8)))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"Name {number} colours.", "output_tokens_count": 16}) + "\n" for number in range(8)
+        )
+    )
     command(
         [
             *("guidellm", "run", "--backend", f"kind=openai_http,target={URL},model={MODEL}"),
