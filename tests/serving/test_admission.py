@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from random import Random
 from typing import Any
 
@@ -197,66 +198,102 @@ def test_a_rate_is_forgotten_when_the_queue_has_long_not_been_busy() -> None:
 
 
 class Visits:
-    """A server of `capacity` requests a second, first come, first served, and clients as OpenAI's are: two retries."""
+    """A server that runs in steps: a free seat is taken between two steps, and its first token comes with the next.
 
-    def __init__(self, admission: Admission, capacity: float) -> None:
-        self.admission = admission
+    A request has its seat for a number of steps that varies by half; clients may try again.
+    """
+
+    def __init__(self, seats: int, steps: int, step: float, max_wait: float, chance: Random) -> None:
+        self.admission = Admission(4096, 1 << 20, max_wait, is_busy=lambda: self._is_blocked, random=chance.random)
+        self.now = 0.0
         self.waits: list[float] = []
         self.refusals = 0
         self.lost = 0
-        self._each = 1 / capacity
-        self._queue: list[tuple[float, Ticket]] = []
-        self._events: list[tuple[float, int, int]] = []  # when, which, how many tries are left
-        self._free_at = 0.0
+        self._seats, self._steps, self._step, self._chance = seats, steps, step, chance
+        self._queue: deque[tuple[float, Ticket]] = deque()
+        self._running: list[tuple[float, Ticket, int]] = []  # when it arrived, and how many steps it has left
+        self._is_blocked = False
 
-    def run(self, arrivals: list[float], retries: int = 2) -> None:
-        self._events = [(at, number, retries) for number, at in enumerate(arrivals)]
-        heapq.heapify(self._events)
-        while self._events or self._queue:
-            start = max(self._free_at, self._queue[0][0]) if self._queue else math.inf
-            if self._events and self._events[0][0] <= start + self._each:
-                self._arrive(*heapq.heappop(self._events))
-            else:
-                arrived, ticket = self._queue.pop(0)
-                self._free_at = start + self._each
-                ticket.release(self._free_at)
-                self.waits.append(self._free_at - arrived)
+    def run(self, arrivals: list[float], retries: int = 0) -> None:
+        coming = [(at, retries) for at in arrivals]
+        heapq.heapify(coming)
+        while coming or self._queue or self._running:
+            while self._queue and len(self._running) < self._seats:
+                steps = round(self._steps * self._chance.uniform(0.5, 1.5))
+                self._running.append((*self._queue.popleft(), steps))
+            self._is_blocked = bool(self._queue)
+            end = self.now + self._step
+            while coming and coming[0][0] <= end:
+                at, left = heapq.heappop(coming)
+                self._arrive(at, left, coming)
+            self.now = end
+            self._running = [self._advance(*each) for each in self._running]
+            self._running = [each for each in self._running if each[2]]
 
-    def _arrive(self, now: float, number: int, retries: int) -> None:
+    def _arrive(self, at: float, retries: int, coming: list[tuple[float, int]]) -> None:
         try:
-            self._queue.append((now, self.admission.admit(None, 10, 5, now)))
+            self._queue.append((at, self.admission.admit(None, 10, 5, at)))
         except Refused as refused:
             self.refusals += 1
             if retries:
-                heapq.heappush(self._events, (now + refused.refusal.retry_after, number, retries - 1))
+                heapq.heappush(coming, (at + refused.refusal.retry_after, retries - 1))
             else:
                 self.lost += 1
+
+    def _advance(self, arrived: float, ticket: Ticket, steps: int) -> tuple[float, Ticket, int]:
+        if arrived >= 0:  # its first token
+            ticket.started(self.now)
+            self.waits.append(self.now - arrived)
+        if steps == 1:
+            ticket.release(self.now)
+        return -1.0, ticket, steps - 1
+
+
+def poisson(rate: float, seconds: float, chance: Random) -> list[float]:
+    found, now = [], 0.0
+    while (now := now + chance.expovariate(rate)) < seconds:
+        found.append(now)
+    return found
 
 
 @pytest.mark.parametrize("capacity", [5.0, 50.0])
 @pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
 def test_500_clients_at_once_are_all_served(capacity: float, is_warm: bool) -> None:
-    visits = Visits(Admission(4096, 1 << 20, max_wait=60.0, random=Random(1).random), capacity)
+    visits = Visits(10, 20, 0.5 / capacity, 60.0, Random(1))
     if is_warm:  # it has been busy: the rate is known, and for some the wait would be too long
-        visits.run([0.0] * 300, retries=0)
+        visits.run([0.0] * 300)
         assert visits.refusals == 0
-    visits.run([visits._free_at + number / 1000 for number in range(500)])
+    visits.run([visits.now + number / 1000 for number in range(500)], retries=2)
     assert visits.lost == 0
     assert visits.refusals == 0 or (is_warm and capacity == 5)
 
 
+@pytest.mark.parametrize("seats", [1, 8, 64])
 @pytest.mark.parametrize("max_wait", [2.0, 10.0])
-def test_at_three_times_the_load_admitted_requests_wait_no_longer_than_was_promised(max_wait: float) -> None:
+def test_at_three_times_the_load_admitted_requests_wait_no_longer_than_was_promised(
+    max_wait: float, seats: int
+) -> None:
     capacity, seconds, chance = 10.0, 300.0, Random(1)
-    arrivals, now = [], 0.0
-    while (now := now + chance.expovariate(3 * capacity)) < seconds:
-        arrivals.append(now)
-    visits = Visits(Admission(4096, 1 << 20, max_wait, random=chance.random), capacity)
-    visits.run(arrivals, retries=0)
-    steady = visits.waits[int(20 * capacity) :]  # the queue is built before anything is known of its rate
-    late = [wait for wait in steady if wait > 1.25 * max_wait]
-    assert len(late) < 0.02 * len(steady), f"{len(late)} of {len(steady)}, up to {max(steady)} s"
-    assert len(visits.waits) > 0.98 * seconds * capacity, "the server is never idle"
+    visits = Visits(seats, 20, seats / capacity / 20, max_wait, chance)
+    visits.run(poisson(3 * capacity, seconds, chance))
+    steady = visits.waits[int(30 * capacity) :]  # the queue is built before anything is known of its rate
+    late = [wait for wait in steady if wait > 1.5 * max_wait]
+    assert len(late) < 0.03 * len(steady), f"{len(late)} of {len(steady)}, up to {max(steady)} s"
+    assert len(visits.waits) > 0.97 * seconds * capacity, "the server is never idle"
+
+
+@pytest.mark.parametrize("capacity", [4.0, 10.0])
+@pytest.mark.parametrize("seats", [1, 8, 64])
+@pytest.mark.parametrize("after_overload", [False, True], ids=["from the start", "after an overload"])
+def test_below_capacity_next_to_nothing_is_refused(capacity: float, seats: int, after_overload: bool) -> None:
+    chance = Random(1)
+    visits = Visits(seats, 20, seats / capacity / 20, 2.0, chance)
+    if after_overload:
+        visits.run(poisson(3 * capacity, 60.0, chance))
+    before, start = visits.refusals, visits.now
+    arrivals = [start + at for at in poisson(0.7 * capacity, 600.0, chance)]
+    visits.run(arrivals)
+    assert visits.refusals - before < 0.01 * len(arrivals), f"{visits.refusals - before} of {len(arrivals)}"
 
 
 def test_more_requests_in_one_call_than_can_ever_enter_are_no_case_for_trying_again() -> None:

@@ -210,7 +210,8 @@ class Admission:
             excess = min(self._waiting_tokens, waiting_tokens - self._max_waiting_tokens)
             limit = f"the server's --max-waiting-tokens is {self._max_waiting_tokens:,}"
             return self._full(f"{self._waiting_tokens:,} prompt tokens are waiting and {limit}", 0, excess)
-        wait = self._drain.seconds_for(waiting, waiting_tokens)
+        # Where nothing waits for the batch, the batch has room.
+        wait = self._drain.seconds_for(waiting, waiting_tokens) if self._is_busy() else 0.0
         if wait > self._max_wait:
             seconds = self._returns.book(self._now, wait - self._max_wait, self._drain.seconds_each())
             predicted = f"{wait:.0f} s" if wait < MINUTE * MINUTE else "more than an hour"

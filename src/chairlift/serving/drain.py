@@ -28,13 +28,15 @@ class Drain:
         self._requests = 0.0
         self._tokens = 0.0
         self._departures = 0
-        self._elapsed = 0.0  # without fading, until the rate is known
+        self._elapsed = 0.0  # all busy time, without fading
+        self._standstill = 0.0  # busy time since the last departure
         self._idle = 0.0
 
     def busy(self, seconds: float) -> None:
         """Count time in which requests had to wait."""
         self._idle = 0.0
         self._elapsed += seconds
+        self._standstill += seconds
         fade = math.exp(-seconds / MEMORY)
         self._seconds = self._seconds * fade + MEMORY * (1 - fade)
         self._requests *= fade
@@ -43,11 +45,13 @@ class Drain:
     def idle(self, seconds: float) -> None:
         """Count time in which no request had to wait."""
         self._idle += seconds
+        self._standstill = 0.0
         if self._idle > STALE:
             self._forget()
 
     def leave(self, requests: int, tokens: int) -> None:
         """Count requests, with the tokens of their prompts, that left a busy queue."""
+        self._standstill = 0.0
         self._departures += requests
         self._requests += requests
         self._tokens += tokens
@@ -60,10 +64,10 @@ class Drain:
     def seconds_for(self, requests: int, tokens: int) -> float:
         """Predict how long it takes until so many have left, of which one is above 0.
 
-        While the rate is unknown it is as long as the queue has been busy, the least that can be said.
+        While the rate is unknown it is as long as nothing has left a busy queue, the least that can be said.
         """
         if not self.is_known:
-            return self._elapsed
+            return self._standstill
         pairs = ((requests, self._requests), (tokens, self._tokens))
         # A sum is 0 when what has left had no tokens, or when nothing has left for hours.
         return max(amount * self._seconds / left if left else math.inf for amount, left in pairs if amount > 0)
