@@ -38,7 +38,8 @@ VLLM = """
     min_tokens priority prompt_logprobs repetition_detection repetition_min_count repetition_penalty
     request_id response_format return_token_ids return_token_offsets return_tokens_as_token_ids
     routed_experts_prompt_start session_id skip_special_tokens spaces_between_special_tokens stop_token_ids
-    stream_interval structured_outputs thinking_token_budget top_k truncation_side use_beam_search vllm_xargs
+    stream_interval structured_outputs thinking_token_budget top_k truncate_prompt_tokens truncation_side
+    use_beam_search vllm_xargs
 """
 VLLM_CHAT = """
     add_generation_prompt chat_template chat_template_kwargs continue_final_message documents

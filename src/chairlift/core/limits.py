@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.errors import ContextLengthError, RequestError, SettingsError
+from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.request import Request
 
 _MOST_SCORES = 1 << 24  # log-probabilities of one request that asks for the whole vocabulary's: some 4 GB
