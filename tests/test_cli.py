@@ -259,3 +259,16 @@ def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: 
         assert b"press Ctrl-C again to leave" in read_until(b"> ")
         interrupt_while_it_reads(process)
         assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--max-model-len", "--max-model-len is called --max-length here"),
+        ("--tensor-parallel-size", "there is no --tensor-parallel-size here"),
+    ],
+)
+def test_a_flag_of_vllm_is_answered_with_ours(flag: str, hint: str) -> None:
+    answer = chairlift("serve", flag, "1")
+    assert answer.returncode == 1
+    assert hint in answer.stderr

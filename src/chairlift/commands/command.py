@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from chairlift.commands.help import help_of, usage_of
 from chairlift.core.errors import ChairliftError
+from chairlift.core.vllm_names import flag_hint
 
 
 class Command(TyperCommand):
@@ -22,6 +23,15 @@ class Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The arguments, as in the help."""
         return usage_of(self)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the flags; one that vLLM has is answered with ours."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer's own click or the installed one raises it: only its name is the same
+            if type(error).__name__ == "NoSuchOption" and (hint := flag_hint(str(getattr(error, "option_name", "")))):
+                raise ChairliftError(hint) from None
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -17,7 +17,8 @@ import torch
 
 _EVERY = 0.25  # seconds between two looks
 _CROWDED = 0.2  # of a core: how long threads may have waited to be run, in all, per second
-_FIRST_RETRY, _LAST_RETRY = 1.0, 30.0  # seconds until all threads are tried again; doubled while that fails
+_FIRST_RETRY, _LAST_RETRY = 4.0, 30.0  # seconds until all threads are tried again; doubled while that fails
+_SETTLED = 3.0  # seconds without waiting after which a try has succeeded
 
 
 def run_delay() -> float:
@@ -42,6 +43,7 @@ class Crowding:
         self._clock, self._delay = clock, delay
         self._looked_at, self._waited = clock(), delay()
         self._tried_at, self._retry = 0.0, _FIRST_RETRY
+        self._is_trying = False  # whether all threads were taken up again so lately that it may yet fail
 
     def look(self) -> bool:
         """Between two steps: choose the number of threads again; whether it has changed."""
@@ -53,12 +55,14 @@ class Crowding:
         self._looked_at, self._waited = now, waited
         before = self.threads
         if cores > _CROWDED and before > 1:
-            is_failed_try = now - self._tried_at < 4 * _EVERY + self._retry
-            self._retry = min(_LAST_RETRY, 2 * self._retry) if is_failed_try else _FIRST_RETRY
+            self._retry = min(_LAST_RETRY, 2 * self._retry) if self._is_trying else _FIRST_RETRY
+            self._is_trying = False
             self.threads = max(1, before - max(1, round(cores)))
             self._tried_at = now
         elif before < self._most and now - self._tried_at > self._retry:
-            self.threads, self._tried_at = self._most, now
+            self.threads, self._tried_at, self._is_trying = self._most, now, True
+        elif self._is_trying and now - self._tried_at > _SETTLED:
+            self._is_trying = False
         return self.threads != before
 
     def apply(self) -> None:
