@@ -286,7 +286,7 @@ def test_beams_that_are_not_among_the_best_count_against_a_tenant_s_rate(slow: R
     for _ in range(2):
         complete(metered, max_tokens=16)
     assert complete(metered, max_tokens=16, **search).usage.completion_tokens == 16
-    with pytest.raises(openai.RateLimitError, match="has used its 90 tokens per minute"):
+    with pytest.raises(openai.RateLimitError, match="has used its tokens_per_minute, 90"):
         complete(metered, max_tokens=16)
     slow.wait_until(slow.is_idle)
 

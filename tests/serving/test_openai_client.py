@@ -257,14 +257,17 @@ def test_a_chat_stream_says_the_same_as_the_plain_reply(client: OpenAI, params: 
 
 @pytest.mark.parametrize("call", [chat, complete], ids=["chat", "completion"])
 def test_every_chunk_has_the_usage_so_far_when_asked(client: OpenAI, call: Any) -> None:
-    plain = call(client, n=2, **SEEDED)
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = streamed(call, client, n=2, stream_options=options, **SEEDED)
-    so_far = [chunk.usage.completion_tokens for chunk in chunks]
-    assert so_far == sorted(so_far) and so_far[0] <= 4 and so_far[-1] == 2 * 24
-    assert {chunk.usage.prompt_tokens for chunk in chunks} == {plain.usage.prompt_tokens}
-    assert all(each.usage.total_tokens == each.usage.prompt_tokens + each.usage.completion_tokens for each in chunks)
-    assert tokens_of(chunks[-1].usage) == tokens_of(plain.usage)
+    asked = with_extra({**SEEDED, "n": 2}, return_token_ids=True)
+    plain = call(client, **asked)
+    chunks = streamed(call, client, stream_options={"include_usage": True, "continuous_usage_stats": True}, **asked)
+    sent, counted = 0, 0
+    for chunk in chunks:
+        sent += sum(len(getattr(choice, "token_ids", None) or []) for choice in chunk.choices)
+        assert max(sent, counted) <= chunk.usage.completion_tokens <= 2 * 24
+        counted = chunk.usage.completion_tokens
+        assert chunk.usage.prompt_tokens == plain.usage.prompt_tokens
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + counted
+    assert sent == counted == 2 * 24
     alone = streamed(call, client, stream_options={"continuous_usage_stats": True}, **SEEDED)
     assert all(chunk.usage is None for chunk in alone), "as in vLLM, it says how, and include_usage says whether"
 
@@ -427,7 +430,7 @@ def test_one_request_too_many_is_a_rate_limit_error_that_says_when_to_return(slo
         next(stream)
         with pytest.raises(openai.RateLimitError) as caught:
             chat(single, max_tokens=1)
-        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.response.headers["retry-after"] in ("1", "2")
         assert caught.value.code == "tenant_limit"
     patient = client_of(slow, "sk-key-of-single").with_options(max_retries=5)
     assert chat(patient, max_tokens=1).usage.completion_tokens == 1
