@@ -6,6 +6,8 @@ Only the standard library: each client runs in an environment of its own.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -60,19 +62,22 @@ def told(work: Callable[[], object], *words: str) -> str:
 
 def command(line: Sequence[str], folder: Path, environment: dict[str, str] | None = None) -> str:
     """What a command of this environment prints; an error if it fails."""
-    import os
-
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
+    process = subprocess.Popen(
         line,
         cwd=folder,
         env={**os.environ, "PATH": path, **(environment or {})},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
-        check=False,
+        start_new_session=True,
     )
-    if done.returncode != 0:
-        raise AssertionError(f"exit status {done.returncode}: {(done.stderr or done.stdout)[-600:]}")
-    return done.stdout + done.stderr
+    try:
+        said, _ = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+        raise
+    if process.returncode != 0:
+        raise AssertionError(f"exit status {process.returncode}: {said[-600:]}")
+    return said
