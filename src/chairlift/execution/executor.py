@@ -92,7 +92,9 @@ class TorchExecutor:
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._events: list[torch.Event] = []  # that nobody waits for any more
         self._is_cuda = self._device.type == "cuda"
-        self._crowding = Crowding(torch.get_num_threads()) if self._device.type == "cpu" else None
+        # Only where our own kernels run: what they compute does not depend on the number of threads, torch's may.
+        is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
+        self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
         # Where the tokens of a step arrive: they are read long before its turn comes again.
         places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
         self._arrivals = cycle([(place, place.numpy()) for place in places])

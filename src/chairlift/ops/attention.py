@@ -58,8 +58,9 @@ def paged_attention_reference(
     bounds, contexts = batch.host.starts.tolist(), batch.host.contexts.tolist()
     for i, context in enumerate(contexts):
         blocks = batch.tables[i, : -(-context // cache.block_size)].long()
-        k = cache.keys(layer, blocks).permute(1, 0, 3, 2).flatten(1, 2)[:, :context]
-        v = cache.values(layer, blocks).permute(1, 0, 2, 3).flatten(1, 2)[:, :context]
+        # Contiguous: torch's product rounds by how its factors lie, and a token must not depend on the size of blocks.
+        k = cache.keys(layer, blocks).permute(1, 0, 3, 2).flatten(1, 2)[:, :context].contiguous()
+        v = cache.values(layer, blocks).permute(1, 0, 2, 3).flatten(1, 2)[:, :context].contiguous()
         rows = slice(bounds[i], bounds[i + 1])
         place = torch.arange(context - (bounds[i + 1] - bounds[i]), context, device=q.device).unsqueeze(1)
         seen = torch.arange(context, device=q.device).unsqueeze(0)
