@@ -18,6 +18,10 @@ Progress = Callable[[int], None]  # told how many bytes more are in place
 class TensorSource(Protocol):
     """Hands out a model's tensors by their Hugging Face names."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it; a ModelError if there is no such tensor."""
+        ...
+
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor, in `dtype` if given."""
         ...
@@ -30,6 +34,10 @@ class RandomTensors:
         self._shapes = tensor_shapes(config)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the config asks for."""
+        return self._shapes[name]
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Norms are 1, biases and matrices small and normal, as a fresh model's are."""
@@ -81,15 +89,15 @@ def load_decoder(
 ) -> Decoder:
     """Read every tensor once, layer by layer, into the layout its device likes."""
     shapes = tensor_shapes(config)
+    for name, expected in shapes.items():  # all of them before any takes memory
+        if (shape := source.shape(name)) != expected:
+            raise ModelError(
+                f"tensor {name} has shape {shape}, but the config asks for {expected}: "
+                "config and weights belong to different models"
+            )
 
     def take(name: str) -> torch.Tensor:
         tensor = source.tensor(name, config.dtype)
-        expected = shapes[name]
-        if tuple(tensor.shape) != expected:
-            raise ModelError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, but the config asks for {expected}: "
-                "config and weights belong to different models"
-            )
         progress(tensor.numel() * tensor.element_size())
         return tensor.to(device)
 
