@@ -1,7 +1,8 @@
 """A file of requests to a file of answers, in OpenAI's batch format: one continuous batch, safe to interrupt.
 
 Each answer is appended when its request ends, in whatever order they do. A job that runs again answers the requests
-that have no answer yet: those that were not reached, and those that failed.
+that have no answer yet: those that were not reached, and those that failed. Whatever is wrong with a line is an error
+in its own answer, and no other line's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from chairlift.batch_output import BatchOutput, Report, Tally, check_output
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.params import SamplingParams
+from chairlift.core.values import one_line, show
 from chairlift.models.sources import names_of
 from chairlift.openai import params as asked
 from chairlift.openai import replies
@@ -81,7 +83,7 @@ def run_batch(
                 job.outputs[place] = outcome
                 if len(job.outputs) < len(job.prompts):
                     continue
-                output.answer(job.custom_id, _body(job, llm, served_model_name or llm.model))
+                _write_answer(job, llm, served_model_name or llm.model, output)
             job.is_written = True
         return output.tally
 
@@ -89,6 +91,8 @@ def run_batch(
 def check_files(source: Path, target: Path) -> None:
     """Raise an error for files that cannot be a job's input and output, before a model is loaded for them."""
     check_output(target)
+    if not source.is_file():
+        raise ChairliftError(f"{source} is no regular file, and a job reads its input more than once: name a file")
     if target.exists() and source.samefile(target):
         raise ChairliftError(f"{source} is both the input and the output: name another file for the answers")
 
@@ -125,7 +129,7 @@ def _requests(
             custom_id, url, body = read_line(line)
             if custom_id in seen:
                 raise BadLineError(
-                    "duplicate_custom_id", f"custom_id {custom_id!r} is on an earlier line too", custom_id
+                    "duplicate_custom_id", f"custom_id {show(custom_id)} is on an earlier line too", custom_id
                 )
         except BadLineError as error:
             # The output has one line for each custom_id: the one of the first input line with it.
@@ -144,6 +148,9 @@ def _requests(
             continue
         except RequestError as error:
             output.refuse(number, custom_id, str(error))
+            continue
+        except Exception as error:  # of ours or of a library: one line must not end a job and every run after it
+            output.fail(number, custom_id, f"the line cannot be read: {type(error).__name__}: {one_line(error)}")
             continue
         for place, prompt in enumerate(job.prompts):
             yield (job, place), prompt, job.params
@@ -165,9 +172,9 @@ def read_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
     if not isinstance(custom_id, str) or not custom_id:
         raise BadLineError("missing_custom_id", "custom_id must be a non-empty string")
     if found.get("method", "POST") != "POST":
-        raise BadLineError("invalid_method", f"method is {found['method']!r}: use POST", custom_id)
+        raise BadLineError("invalid_method", f"method is {show(found['method'])}: use POST", custom_id)
     if url not in (CHAT, COMPLETIONS):
-        raise BadLineError("invalid_url", f"url is {url!r}: use {CHAT} or {COMPLETIONS}", custom_id)
+        raise BadLineError("invalid_url", f"url is {show(url)}: use {CHAT} or {COMPLETIONS}", custom_id)
     if not isinstance(body, dict):
         raise BadLineError("invalid_body", "body must be an object", custom_id)
     return custom_id, url, body
@@ -176,11 +183,11 @@ def read_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
 def check_model(asked: object, names: Set[str]) -> None:
     """Refuse a request for another model; one that names none, or "", means the one that is loaded, as on a server."""
     if asked is not None and not isinstance(asked, str):
-        raise RequestError(f"model is {asked!r}: use a string")
+        raise RequestError(f"model is {show(asked)}: use a string")
     if asked and asked not in names:
         raise WrongModelError(
-            f"model is {asked!r}, and the model loaded is {' or '.join(sorted(map(repr, names)))}: correct the line, "
-            f"or run with --served-model-name {asked} if it means this model"
+            f"model is {show(asked)}, and the model loaded is {' or '.join(sorted(map(repr, names)))}: correct the "
+            f"line, or run with --served-model-name {show(asked)} if it means this model"
         )
 
 
@@ -194,6 +201,15 @@ def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]
         return Job(line, custom_id, True, params, [prompt])
     params = asked.read_completion_params(body, llm.defaults.values)
     return Job(line, custom_id, False, params, list(asked.read_prompts(body)))
+
+
+def _write_answer(job: Job, llm: LLM, model: str, output: BatchOutput) -> None:
+    try:
+        body = _body(job, llm, model)
+    except Exception as error:  # as above
+        output.fail(job.line, job.custom_id, f"the answer cannot be written: {type(error).__name__}: {one_line(error)}")
+    else:
+        output.answer(job.custom_id, body)
 
 
 def _body(job: Job, llm: LLM, model: str) -> dict[str, Any]:

@@ -2,20 +2,24 @@
 
 A line is appended when its request ends. Answers are kept for good; an error line is removed when a later run tries its
 request again, so that each custom_id has one line. A killed job loses no answer: lines are appended whole, and error
-lines are removed by writing a new file and renaming it over the old one.
+lines are removed by writing a new file and renaming it over the old one. On a full disk the job ends with an error and
+the file holds whole lines alone. Nothing is ever cut off a file but a torn line that a job has written.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from chairlift.core.errors import ChairliftError
 from chairlift.openai import replies
@@ -23,7 +27,9 @@ from chairlift.openai import replies
 SYNC_SECONDS = 1.0  # what a power cut may cost; a killed process loses nothing that was written
 KEPT_FAILURES = 5  # failures that a summary tells of; the output file has them all
 
-_BEGINNING = b'{"id": "batch_req'  # of every line that a job writes
+# The beginning of every line that a job writes, as a pattern and as one example.
+_BEGINNING = re.compile(rb'\{"id": "batch_req-[0-9a-f]{32}", "custom_id": ')
+_EXAMPLE = b'{"id": "batch_req-' + b"0" * 32 + b'", "custom_id": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +74,25 @@ class BatchOutput:
         self.tally = Tally()
         self._report = report
         self._synced = time.monotonic()
+        self._path = path
         try:
             self._path = path.resolve()  # a link stays a link when the file behind it is replaced
             self._file = _open_locked(self._path)
             self._read()
         except OSError as error:
-            raise ChairliftError(f"{path} cannot be written: {error.strerror or error}") from None
+            raise self._unwritable(error) from None
 
     def __enter__(self) -> BatchOutput:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if kind is None:  # another error says more
+                raise self._unwritable(error) from None
+        finally:
+            self._file.close()
 
     def answer(self, custom_id: str, body: dict[str, Any]) -> None:
         """Write the answer to a request."""
@@ -117,18 +129,18 @@ class BatchOutput:
         scratch = self._path.with_name(f".{self._path.name}.rewrite")
         try:
             scratch.unlink(missing_ok=True)  # of a run that was killed here
-            with scratch.open("xb") as kept:
+            with scratch.open("xb") as kept, self._path.open("rb") as lines:
                 shutil.copymode(self._path, scratch)
-                self._file.seek(0)
-                for line in self._file:
-                    record = json.loads(line)
-                    if _is_answer(record) or record["custom_id"] not in tried_again:
+                for line in lines:
+                    custom_id, is_answer = _read_record(line)
+                    if is_answer or custom_id not in tried_again:
                         kept.write(line)
                 kept.flush()
                 os.fsync(kept.fileno())
             self._replace_by(scratch)
         except OSError as error:
-            scratch.unlink(missing_ok=True)
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
             raise ChairliftError(
                 f"{self._path} cannot be rewritten to try failed requests again: {error.strerror or error}"
             ) from None
@@ -154,37 +166,52 @@ class BatchOutput:
 
     def _write(self, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
         record = {"id": replies.new_id("batch_req"), "custom_id": custom_id, "response": response, "error": error}
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        now = time.monotonic()
-        if now - self._synced > SYNC_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = now
+        self._append(json.dumps(record).encode() + b"\n")
         self._report(self.tally)
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line or, where that cannot be done, nothing of it."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]  # a disk that fills up takes a part of it first
+            if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
+                os.fsync(self._file.fileno())
+                self._synced = now
+        except OSError as error:
+            with suppress(OSError):  # what cannot be cut off now is a torn line of ours for the next run
+                self._file.truncate(size)
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ChairliftError:
+        return ChairliftError(
+            f"{self._path} cannot be written ({error.strerror or error}): it keeps what it holds; "
+            "make room or name another file, and run this again"
+        )
 
     def _read(self) -> None:
         """Learn which requests have an answer, and cut off a last line that a crash has torn."""
-        self._file.seek(0)
-        end = 0
-        for number, line in enumerate(self._file, 1):
-            try:
-                record = json.loads(line)
-                custom_id, is_answer = record["custom_id"], _is_answer(record)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
-                    self._file.truncate(end)
-                    return
-                raise ChairliftError(
-                    f"{self._path}, line {number}, is no batch result: is this the right file? Nothing was changed"
-                ) from None
-            end += len(line)
-            if not line.endswith(b"\n"):
-                self._file.write(b"\n")  # complete but for its end
-                self._file.flush()
-            if is_answer:
-                self.answered.add(custom_id)
-            else:
-                self.has_failures = True
+        end, has_ours = 0, False
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    custom_id, is_answer = _read_record(line)
+                except ValueError:
+                    if _is_torn(line, has_ours):
+                        self._file.truncate(end)
+                        return
+                    raise ChairliftError(
+                        f"{self._path}, line {number}, is no batch result: is this the right file? Nothing was changed"
+                    ) from None
+                end += len(line)
+                has_ours = has_ours or _BEGINNING.match(line) is not None
+                if not is_answer:
+                    self.has_failures = True
+                elif custom_id is not None:
+                    self.answered.add(custom_id)
+        if end and not line.endswith(b"\n"):
+            self._append(b"\n")  # the last line is complete but for its end
 
 
 def check_output(path: Path) -> None:
@@ -197,27 +224,47 @@ def check_output(path: Path) -> None:
         raise ChairliftError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def _is_answer(record: dict[str, Any]) -> bool:
-    """Whether a line of the output holds an answer; an error may be told in the response alone."""
-    response = record["response"] or {}
-    return record["error"] is None and response.get("status_code") == 200
+def _read_record(line: bytes) -> tuple[str | None, bool]:
+    """The custom_id of an output line and whether it holds an answer; a ValueError if it is no batch result.
+
+    An error may be told in the response alone.
+    """
+    try:
+        match json.loads(line):
+            case {"custom_id": str() | None as custom_id, "response": dict() | None as response, "error": error}:
+                return custom_id, error is None and (response or {}).get("status_code") == 200
+    except RecursionError:
+        pass
+    raise ValueError("no batch result")
+
+
+def _is_torn(line: bytes, has_ours: bool) -> bool:
+    """Whether a line that is no record is the beginning of one that a job has written.
+
+    A few bytes alone could be anything's beginning: they count only after whole lines of ours.
+    """
+    if line.endswith(b"\n"):
+        return False
+    if len(line) >= len(_EXAMPLE):
+        return _BEGINNING.match(line) is not None
+    return has_ours and _BEGINNING.match(line + _EXAMPLE[len(line) :]) is not None
 
 
 def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"status_code": status, "request_id": replies.new_id("req"), "body": body}
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """Open a file to read and append, for this job alone."""
+def _open_locked(path: Path) -> FileIO:
+    """Open a file to append, for this job alone; without a buffer, so that each write has its own errors."""
     while True:
-        file = path.open("a+b")
+        file = path.open("ab", buffering=0)
         _lock(file, path)
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()  # another job has replaced it since it was opened
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _lock(file: FileIO, path: Path) -> None:
     if sys.platform == "win32":
         return
     import fcntl

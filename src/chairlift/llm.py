@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from chairlift.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
-from chairlift.core.errors import RequestError
+from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
+from chairlift.core.values import one_line
 from chairlift.defaults import read_defaults
 from chairlift.driver import Driver
 from chairlift.engine.garbage import no_full_collections
@@ -179,6 +180,11 @@ class LLM:
                         live.append((key, self._submit(*self._reader.encode(prompt), params)))
                     except RequestError as error:
                         yield key, error
+                    except ChairliftError:
+                        raise  # the engine's own: no request can be answered
+                    except Exception as error:  # one request must not end the others, whatever check it slipped through
+                        said = f"{type(error).__name__}: {one_line(error)}"
+                        yield key, RequestError(f"the request cannot be read: {said}")
                 self._driver.step()
                 ended = [entry for entry in live if entry[1].output.finished]
                 live = [entry for entry in live if not entry[1].output.finished] if ended else live
