@@ -15,6 +15,7 @@ from typing import Any
 
 from chairlift.bench.workloads import GENERIC, Ids, Lengths, make
 from chairlift.core.errors import ChairliftError
+from chairlift.core.values import MOST_COUNT, one_line, show
 
 KINDS = ("poisson", "constant", "burst")
 USUAL = Lengths(16, 256, 64)
@@ -144,10 +145,10 @@ def read_trace(path: Path) -> list[Query]:
             for number, row in _rows(file, is_csv=path.suffix.lower() == ".csv"):
                 try:
                     found.append(_query(json.loads(row) if isinstance(row, str) else row))
-                except (ValueError, TypeError) as error:
-                    raise ChairliftError(f"{path}, line {number}, is no arrival: {error}") from None
+                except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                    raise ChairliftError(f"{path}, line {number}, is no arrival: {one_line(error)}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ChairliftError(f"{path} cannot be read: {error}") from None
+        raise ChairliftError(f"{path} cannot be read: {one_line(error)}") from None
     if not found:
         raise ChairliftError(f"{path} holds no arrivals")
     found.sort(key=lambda each: each.at)
@@ -194,12 +195,12 @@ def _seconds(value: Any, unit: float) -> float:
         try:
             date = datetime.fromisoformat(value)
         except ValueError:
-            raise ValueError(f"its time is {value!r}, neither a number nor a date") from None
+            raise ValueError(f"its time is {show(value)}, neither a number nor a date") from None
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     except TypeError:
-        raise ValueError(f"its time is {value!r}, neither a number nor a date") from None
+        raise ValueError(f"its time is {show(value)}, neither a number nor a date") from None
     if not math.isfinite(at):
-        raise ValueError(f"its time is {value!r}, which is no moment")
+        raise ValueError(f"its time is {show(value)}, which is no moment")
     return at
 
 
@@ -208,6 +209,6 @@ def _length(name: str, value: Any) -> int:
         found = int(value)
     except (ValueError, TypeError, OverflowError):
         found = -1
-    if found < 0 or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, not a number of tokens")
+    if not 0 <= found <= MOST_COUNT or isinstance(value, bool):
+        raise ValueError(f"{name} is {show(value)}, not a number of tokens up to {MOST_COUNT:,}")
     return max(found, 1)  # an empty answer in a recording was a request all the same

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.core.errors import ChairliftError
+from chairlift.core.values import MOST_COUNT, one_line, show
 from chairlift.core.words import counted
 
 Ids = list[int]
@@ -143,24 +144,28 @@ def from_file(path: Path, seed: int, encode: Callable[[str], Ids]) -> Workload:
         match line:
             case {"prompt_tokens": [*ids]} if ids and all(isinstance(token, int) for token in ids):
                 return ids
-            case {"prompt_tokens": int(count)} if count > 0:
+            case {"prompt_tokens": int(count)} if 0 < count <= MOST_COUNT:
                 return [r.randint(0, 10000) for _ in range(count)]
             case {"prompt": str(text)} if text:
                 return encode(text)
-        raise ValueError('it has neither a "prompt" nor "prompt_tokens"')
+        raise ValueError(f'it has neither a "prompt" nor "prompt_tokens" of up to {MOST_COUNT:,}')
 
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChairliftError(f"{path} cannot be read: {one_line(error)}") from None
     prompts, outputs = [], []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(content.splitlines(), 1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
             prompts.append(prompt_of(line))
-            if not isinstance(line["output_tokens"], int) or line["output_tokens"] < 1:
-                raise ValueError(f"output_tokens is {line['output_tokens']!r}, not 1 or more")
+            if not isinstance(line["output_tokens"], int) or not 1 <= line["output_tokens"] <= MOST_COUNT:
+                raise ValueError(f"output_tokens is {show(line['output_tokens'])}, not 1 to {MOST_COUNT:,}")
             outputs.append(line["output_tokens"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ChairliftError(f"{path}, line {number}, is no request: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ChairliftError(f"{path}, line {number}, is no request: {one_line(error)}") from None
     if not prompts:
         raise ChairliftError(f"{path} holds no requests")
     return Workload(path.name, prompts, outputs)
