@@ -31,6 +31,7 @@ PURE = {
     "itertools",
     "math",
     "operator",
+    "re",
     "reprlib",
     "statistics",
     "struct",

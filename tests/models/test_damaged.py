@@ -16,9 +16,10 @@ import damage
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.errors import ChairliftError, ModelError
+from chairlift.core.errors import ChairliftError, ModelError, RequestError
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.config import read_config
+from chairlift.text.tokenizer import Tokenizer
 
 LONGEST_MESSAGE = 1000  # characters, of which a path may take hundreds
 
@@ -150,7 +151,7 @@ BASE = {
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope': use default, linear, llama3, yarn"),
         ({"rope_theta": 1}, "rope_theta is 1: use a number above 1"),
         ({"rope_freq_factors": [1.0]}, "rope_freq_factors is [1.0]: use 4 positive numbers"),
-        ({"torch_dtype": 16}, "torch_dtype is 16: use a string"),
+        ({"torch_dtype": 16}, "torch_dtype is 16: use a string of whole characters"),
         ({"generation_config": []}, "generation_config is []: use an object"),
     ],
 )
@@ -181,6 +182,32 @@ def test_an_end_token_of_the_tokenizer_alone_ends_nothing_and_breaks_nothing(fil
         assert llm.get_tokenizer().eos_token_id == llm.config.vocab_size == 320
         (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, min_tokens=3, seed=0))
     assert len(output.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"eos_token": "\ud800"}, "content is '\\ud800': use a string of whole characters"),
+        ({"eos_token": 5}, "eos_token is 5: use strings or objects with a content for tokens"),
+        ({"eos_token": {"special": True}}, "the token in eos_token: content is missing: use a string"),
+        ({"eos_token": {"content": "x", "lstrip": "no"}}, "lstrip is 'no': use true or false"),
+        ({"added_tokens_decoder": {"one": {"content": "x"}}}, "use token ids as keys"),
+        ({"extra_special_tokens": 5}, "extra_special_tokens is 5: use a list of tokens"),
+        ({"add_bos_token": "false"}, "add_bos_token is 'false': use true or false"),
+        ({"chat_template": 5}, "chat_template is 5: use a string"),
+        ({"chat_template": [{"name": "default"}]}, "chat_template: template is missing: use a string"),
+    ],
+)
+def test_each_value_of_a_tokenizer_s_config_has_a_type(files: Damage, changed: dict[str, object], message: str) -> None:
+    content = json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end|>", **changed}).encode()
+    folder = files.write_folder({**files.folders[0], "tokenizer_config.json": content})
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.from_folder(folder)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    with LLM(str(folder), progress=False) as llm:  # the model answers token ids, and says why it reads no text
+        with pytest.raises(RequestError, match=r"text cannot be read: .*tokenizer_config"):
+            llm.get_tokenizer()
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), on_error="raise")
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "a\nb", 5, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -10,6 +11,8 @@ from chairlift.core.errors import ModelError
 
 MOST_COUNT = 1 << 24
 MOST_NUMBER, LEAST_NUMBER = 1e30, 1e-30  # what is computed with such numbers stays finite
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can carry and no text can
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 60
@@ -70,8 +73,8 @@ class Values:
         """A string."""
         value = self._values.get(key)
         value = default if value is None else value
-        if not isinstance(value, str):
-            raise self.wrong(key, "use a string")
+        if not isinstance(value, str) or _SURROGATE.search(value):
+            raise self.wrong(key, "use a string of whole characters")
         return value
 
     def texts(self, key: str) -> list[str]:

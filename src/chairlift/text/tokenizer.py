@@ -169,7 +169,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 def _added(config: Values, key: str, token: Any, special: bool = True) -> AddedToken:
     """A token as the config files write it: a string, or an object with its flags."""
     if isinstance(token, str):
-        return AddedToken(token, special=special, normalized=False)
+        token = {"content": token, "normalized": False}
     if not isinstance(token, dict):
         raise config.wrong(key, "use strings or objects with a content for tokens")
     fields = Values(config.file, token, f"the token in {key}: ")
