@@ -162,6 +162,31 @@ def test_nobody_below_the_top_imports_it() -> None:
     assert wrong == {}
 
 
+def circles() -> list[set[str]]:
+    """The sets of modules that import each other, directly or through others."""
+    following = {module: {name for name in imports_of(module) if name in FILES} - {module} for module in FILES}
+    reached: dict[str, set[str]] = {}
+    for module in FILES:
+        found, ahead = set[str](), [module]
+        while ahead:
+            new = following[ahead.pop()] - found
+            found |= new
+            ahead += new
+        reached[module] = found
+    tied = {frozenset({module, *(name for name in reached[module] if module in reached[name])}) for module in FILES}
+    return sorted((set(each) for each in tied if len(each) > 1), key=sorted)
+
+
+def test_no_two_modules_import_each_other() -> None:
+    assert circles() == [], "also inside functions and for types alone: share data that both import, not each other"
+
+
+@pytest.mark.parametrize("module", [module for module in modules_of("ops") if module.endswith("_cuda")])
+def test_kernels_import_data_and_nothing_that_chooses_between_kernels(module: str) -> None:
+    used = {f"chairlift.{name}" for name in ours_in(module) if not name.endswith("_cuda")}
+    assert {name: ours_in(name) for name in used if any(each.endswith("_cuda") for each in ours_in(name))} == {}
+
+
 @pytest.mark.parametrize("module", modules_of("ops", "models"))
 def test_ops_and_models_know_nothing_of_requests(module: str) -> None:
     secrets = {"core.request", "core.plan", "core.scheduler", "engine", "execution"}

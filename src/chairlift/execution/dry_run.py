@@ -10,6 +10,7 @@ import torch
 from chairlift.models.decoder import Decoder
 from chairlift.ops import sampling
 from chairlift.ops.batch import Batch, HostBatch, Shared
+from chairlift.ops.filters import Filters
 from chairlift.ops.kv_cache import KvCache
 
 _FEW, _SHORT, _LONG = 16, 600, 2112  # tokens of steps that run kernels of their own
@@ -90,7 +91,7 @@ def compile_kernels(decoder: Decoder, max_length: int, block_size: int, kv_dtype
 def warm_up_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     """Choose a token in every way there is."""
     one = torch.ones(1, device=device)
-    filters = sampling.Filters(one.long(), one / 2, one / 2)
+    filters = Filters(one.long(), one / 2, one / 2)
     logits = torch.zeros(1, vocabulary, dtype=dtype, device=device)
     sampling.likeliest(logits)
     for each in (None, filters):
