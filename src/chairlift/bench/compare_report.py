@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 
 from chairlift import __version__
 from chairlift.bench.compare import Cell, Comparison
@@ -15,11 +14,9 @@ from chairlift.bench.drive import Answer, Run
 from chairlift.core.words import counted
 from chairlift.costs.floor import bound_of
 from chairlift.report.numbers import Metrics, machine, middle, spread
-from chairlift.report.tables import table
+from chairlift.report.tables import Columns, filled
 from chairlift.traffic.mixes import Mix
 from chairlift.traffic.query import Query
-
-Columns = tuple[tuple[str, str, str], ...]  # name, label, how it is written
 
 SPEED: Columns = (
     ("passes", "passes", "{:,.0f}"),
@@ -240,25 +237,14 @@ def tables(summary: dict[str, Any]) -> Group:
     cells = [cell for cell in summary["cells"] if cell["runs"]]
     rows = [((cell["name"],), cell["median"]) for cell in cells]
     parts = [
-        filled(SPEED, rows, title(summary), "\n".join(notes(summary))),
-        filled(WAITING, rows, "how long requests wait, ms"),
+        filled(title(summary), SPEED, rows, "\n".join(notes(summary))),
+        filled("how long requests wait, ms", WAITING, rows),
     ]
     sort = next((sort for sort in ("tenants", "kinds") if any(cell[sort] for cell in cells)), None)
     if sort is not None:
         groups = [((cell["name"], name), row) for cell in cells for name, row in cell[sort].items()]
-        parts.append(filled(BY_GROUP, groups, f"by {sort.removesuffix('s')}, ms"))
+        parts.append(filled(f"by {sort.removesuffix('s')}, ms", BY_GROUP, groups))
     return Group(*parts)
-
-
-def filled(columns: Columns, rows: Sequence[tuple[tuple[str, ...], Metrics]], title: str, caption: str = "") -> Table:
-    """Rows under their names; a column that would be empty is left out."""
-    used = [column for column in columns if any(column[0] in metrics for _, metrics in rows)]
-    labels = len(rows[0][0])
-    cells = [
-        (*names, *(form.format(metrics[key]) if key in metrics else "" for key, _, form in used))
-        for names, metrics in rows
-    ]
-    return table(title, [""] * labels + [label for _, label, _ in used], cells, caption, labels=labels)
 
 
 def title(summary: dict[str, Any]) -> str:

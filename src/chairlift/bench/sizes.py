@@ -27,9 +27,17 @@ from chairlift.engine.engine import Engine
 from chairlift.evaluation.twin import Subject
 from chairlift.execution.build import Built, assemble, choose_limits, load_model
 from chairlift.report.numbers import scaled
-from chairlift.report.tables import table
+from chairlift.report.tables import Columns, filled
 
 Summary = dict[str, Any]
+COLUMNS: Columns = (
+    ("size", "batch size", "{:,}"),
+    ("steps", "steps", "{:,}"),
+    ("step_ms", "ms a step", "{:,.2f}"),
+    ("output_tok_s", "output tok/s", "{:,.1f}"),
+    ("floor_tok_s", "the floor's tok/s", "{:,.1f}"),
+    ("floor_share", "of the floor", "{:.1%}"),
+)
 SHORT = 64  # the shortest context: an engine tries a step of some tokens when it is made
 WARM = 4  # full steps of each size that are not timed: what is compiled or fetched at first belongs to no size
 LEAST = WARM + 2  # tokens of an answer, the first of which comes with its prompt: one step is timed
@@ -191,22 +199,10 @@ def title(summary: Summary) -> str:
 def sizes_table(summary: Summary) -> Table:
     """One row for each size."""
     weights, per_token = (scaled(summary[name], "B") for name in ("weight_bytes", "kv_bytes_per_token"))
-    rows = [
-        (
-            f"{row['size']:,}",
-            f"{row['steps']:,}",
-            f"{row['step_ms']:,.2f}",
-            f"{row['output_tok_s']:,.1f}",
-            f"{row['floor_tok_s']:,.1f}",
-            f"{row['floor_share']:.1%}",
-        )
-        for row in summary["sizes"]
-    ]
-    return table(
+    return filled(
         title(summary),
-        ("batch size", "steps", "ms a step", "output tok/s", "the floor's tok/s", "of the floor"),
-        rows,
+        COLUMNS,
+        [((), row) for row in summary["sizes"]],
         f"steps in which the whole batch decodes; the floor: {weights} of weights once a step\n"
         f"and {per_token} for each token seen, read at {scaled(summary['read_bytes_s'], 'B/s')} as measured",
-        labels=0,
     )

@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from chairlift.commands import reports
 from chairlift.commands.command import Command, Group
 from chairlift.commands.options import with_model, with_settings
-from chairlift.commands.reports import (
-    Burstiness,
-    OutputTokens,
-    PromptTokens,
-    TrafficSeed,
-    check_files,
-    choose_shape,
-    show,
-    write_numbers,
-)
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
@@ -46,8 +37,8 @@ def offline(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests of uniform and lognormal.", min=1)] = 64,
-    prompt_tokens: PromptTokens = "16..256",
-    output_tokens: OutputTokens = "16..256",
+    prompt_tokens: reports.PromptTokens = "16..256",
+    output_tokens: reports.OutputTokens = "16..256",
     workload_seed: Annotated[int, typer.Option(help="Another seed draws other lengths and tokens.")] = 0,
     compare: Annotated[
         list[str] | None,
@@ -75,8 +66,8 @@ def offline(
     from chairlift.execution.build import choose_device
     from chairlift.traffic.workloads import Lengths, make
 
-    chosen = choose_shape(shape, model, settings)
-    check_files(json_file)
+    chosen = reports.choose_shape(shape, model, settings)
+    reports.check_files(json_file)
     usual = "cpu64" if choose_device(settings["device"]).type == "cpu" else "uniform256"
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     benchmark = Benchmark(
@@ -92,11 +83,11 @@ def offline(
     )
     made, contenders = run_offline(benchmark, lambda text: notes.print(text, style="dim", markup=False))
     summary = summarize(made, contenders)
-    write_numbers(json_file, summary)
-    show(offline_table(summary))
+    reports.write_numbers(json_file, summary)
+    reports.show(offline_table(summary))
     print(*orientation(summary), sep="\n")
     if profile_steps:
-        show(steps_table(summary["engines"][0]["info"]["steps"]))
+        reports.show(steps_table(summary["engines"][0]["info"]["steps"]))
 
 
 @app.command(cls=Command)
@@ -104,7 +95,7 @@ def scheduler() -> None:
     """What the scheduler itself costs in each step, however many requests wait."""
     from chairlift.costs.scheduler import run, scheduler_table
 
-    show(scheduler_table(run()))
+    reports.show(scheduler_table(run()))
 
 
 @app.command(cls=Command)
@@ -121,9 +112,9 @@ def serve(
     requests: Annotated[
         int | None, typer.Option(help="At most so many (default: all there are; 64 of uniform and lognormal).", min=1)
     ] = None,
-    prompt_tokens: PromptTokens = "16..256",
-    output_tokens: OutputTokens = "16..256",
-    workload_seed: TrafficSeed = 0,
+    prompt_tokens: reports.PromptTokens = "16..256",
+    output_tokens: reports.OutputTokens = "16..256",
+    workload_seed: reports.TrafficSeed = 0,
     vocab_size: Annotated[
         int | None, typer.Option(help="Keep token ids below this, for a model with a small vocabulary.", min=1)
     ] = None,
@@ -138,7 +129,7 @@ def serve(
             "output_tokens, or as Mooncake, Azure or BurstGPT name them), which gives the lengths too."
         ),
     ] = "poisson",
-    burstiness: Burstiness = None,
+    burstiness: reports.Burstiness = None,
     duration: Annotated[float | None, typer.Option(help="Send only in the first so many seconds.", min=0)] = None,
     max_concurrency: Annotated[
         int | None,
@@ -166,7 +157,7 @@ def serve(
     from chairlift.traffic.workloads import Lengths
 
     targets = serve_report.read_targets(goodput or [])
-    check_files(json_file)
+    reports.check_files(json_file)
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     demand = Demand(
         workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration, vocab_size=vocab_size
@@ -196,8 +187,8 @@ def serve(
             raise
         was_interrupted = True
     summary = serve_report.summarize(run.outcome(), targets)
-    write_numbers(json_file, summary, indent=None)
-    show(serve_report.tables(summary))
+    reports.write_numbers(json_file, summary, indent=None)
+    reports.show(serve_report.tables(summary))
     if was_interrupted:
         raise typer.Exit(130)
     if not summary["requests"]["ok"]:

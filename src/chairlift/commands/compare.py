@@ -7,19 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from chairlift.commands import reports
 from chairlift.commands.options import with_model, with_settings
-from chairlift.commands.reports import (
-    Burstiness,
-    OutputTokens,
-    PromptTokens,
-    TrafficSeed,
-    check_files,
-    choose_shape,
-    need_matplotlib,
-    progress_bar,
-    show,
-    write_numbers,
-)
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import options
@@ -55,16 +44,16 @@ def compare(
         ),
     ] = "halves",
     requests: Annotated[int | None, typer.Option(help="How many (default: the workload's own number).", min=1)] = None,
-    prompt_tokens: PromptTokens = "16..256",
-    output_tokens: OutputTokens = "16..256",
-    workload_seed: TrafficSeed = 0,
+    prompt_tokens: reports.PromptTokens = "16..256",
+    output_tokens: reports.OutputTokens = "16..256",
+    workload_seed: reports.TrafficSeed = 0,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second (default: all at once, or a recording's own).")
     ] = None,
     arrivals: Annotated[
         str, typer.Option(help="poisson, constant, burst, or a recording, which gives the lengths too.")
     ] = "poisson",
-    burstiness: Burstiness = None,
+    burstiness: reports.Burstiness = None,
     duration: Annotated[float | None, typer.Option(help="Ask only in the first so many seconds.", min=0)] = None,
     deadline: Annotated[
         float, typer.Option(help="Of deadlines: seconds to the tightest; others have 2, 4 and 8 times as long.", min=0)
@@ -111,12 +100,12 @@ def compare(
     from chairlift.traffic.arrivals import Demand
     from chairlift.traffic.workloads import Lengths
 
-    chosen = choose_shape(shape, model, settings)
-    check_files(json_file)
+    chosen = reports.choose_shape(shape, model, settings)
+    reports.check_files(json_file)
     if output is not None and output.exists() and not output.is_dir():
         raise ChairliftError(f"{output} is a file, not a folder for pictures: name another")
     if output is not None:
-        need_matplotlib("--output", "--json FILE writes the numbers without")
+        reports.need_matplotlib("--output", "--json FILE writes the numbers without")
     settings["max_sequences"] = max_sequences
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     demand = Demand(workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration)
@@ -144,18 +133,18 @@ def compare(
     )
     was_interrupted = False
     try:
-        with progress_bar(comparison.tokens) as (notice, advance):
+        with reports.progress_bar(comparison.tokens) as (notice, advance):
             comparison.run(notice, advance)
     except KeyboardInterrupt:
         if not any(cell.runs for cell in comparison.cells):
             raise
         was_interrupted = True
     summary = compare_report.summarize(comparison)
-    show(compare_report.tables(summary))
-    write_numbers(json_file, summary, indent=None)
+    reports.show(compare_report.tables(summary))
+    reports.write_numbers(json_file, summary, indent=None)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        write_numbers(output / "numbers.json", summary, indent=None)
+        reports.write_numbers(output / "numbers.json", summary, indent=None)
         from chairlift.bench.plots import draw_all
 
         drawn = draw_all(summary, output, picture)

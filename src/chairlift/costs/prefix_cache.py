@@ -18,8 +18,15 @@ from rich.table import Table
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.words import counted
-from chairlift.report.tables import table
+from chairlift.report.tables import Columns, filled
 
+COLUMNS: Columns = (
+    ("cached", "cached\nblocks", "{:,}"),
+    ("match_us", "find 8,000\ntokens", "{:,.0f}"),
+    ("lock_us", "hold\nthem", "{:,.0f}"),
+    ("insert_us", "insert\na block", "{:.2f}"),
+    ("evict_us", "evict\na block", "{:.2f}"),
+)
 _BLOCK = 16
 _WIDTH = 4 * _BLOCK  # bytes of a block's tokens
 
@@ -126,15 +133,4 @@ def _without_collection() -> Iterator[None]:
 
 def cost_table(costs: Sequence[dict[str, Any]]) -> Table:
     """A row for each number of cached blocks."""
-    columns = ("cached\nblocks", "find 8,000\ntokens", "hold\nthem", "insert\na block", "evict\na block")
-    rows = [
-        (
-            f"{row['cached']:,}",
-            f"{row['match_us']:,.0f}",
-            f"{row['lock_us']:,.0f}",
-            f"{row['insert_us']:.2f}",
-            f"{row['evict_us']:.2f}",
-        )
-        for row in costs
-    ]
-    return table("the prefix cache, microseconds", columns, rows, labels=0)
+    return filled("the prefix cache, microseconds", COLUMNS, [((), row) for row in costs])

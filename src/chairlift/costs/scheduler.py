@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 
@@ -15,8 +15,15 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
-from chairlift.report.tables import table
+from chairlift.report.tables import Columns, filled
 
+COLUMNS: Columns = (
+    ("running", "running", "{:,}"),
+    ("waiting", "waiting", "{:,}"),
+    ("plan_us", "plan", "{:,.1f}"),
+    ("apply_us", "apply", "{:,.1f}"),
+    ("step_us", "step", "{:,.1f}"),
+)
 _BLOCK = 16
 _TOKEN = 1
 
@@ -82,9 +89,5 @@ def _step(scheduler: Scheduler) -> tuple[float, float]:
 
 def scheduler_table(rows: Sequence[SchedulerRow]) -> Table:
     """A row for each length of the queue."""
-    cells = [
-        (f"{row.running:,}", f"{row.waiting:,}", *(f"{us:,.1f}" for us in (row.plan_us, row.apply_us, row.step_us)))
-        for row in rows
-    ]
-    columns = ("running", "waiting", "plan", "apply", "step")
-    return table("microseconds per step", columns, cells, labels=0, is_centered=True)
+    numbers = [{**asdict(row), "step_us": row.step_us} for row in rows]
+    return filled("microseconds per step", COLUMNS, [((), each) for each in numbers], is_centered=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 Cells = Sequence[str | Text]
+Columns = Sequence[tuple[str, str, str]]  # of each: a number's name, its label, how it is written
 
 
 def table(
@@ -40,3 +42,22 @@ def table(
         else:
             shown.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return shown
+
+
+def filled(
+    title: str,
+    columns: Columns,
+    rows: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
+    caption: str = "",
+    *,
+    is_centered: bool = False,
+) -> Table:
+    """Numbers by name, each row under its own labels; a column that would be empty is left out."""
+    used = [column for column in columns if any(column[0] in numbers for _, numbers in rows)]
+    labels = len(rows[0][0]) if rows else 0
+    cells = [
+        (*names, *(form.format(numbers[key]) if key in numbers else "" for key, _, form in used))
+        for names, numbers in rows
+    ]
+    heads = [""] * labels + [label for _, label, _ in used]
+    return table(title, heads, cells, caption, labels=labels, is_centered=is_centered)

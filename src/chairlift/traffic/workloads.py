@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from chairlift.core.errors import ChairliftError
-from chairlift.core.words import counted
 from chairlift.traffic.query import Encode, Ids, Query, encoded
 
 SIGMA = 0.8  # of lognormal lengths: most are short and a few ten times as long, as in real traffic
@@ -58,12 +57,6 @@ class Workload:
     def encoded(self, encode: Encode, vocab_size: int) -> Self:
         """The same in the tokens of a vocabulary, which may be smaller."""
         return replace(self, queries=encoded(self.queries, encode, vocab_size))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {counted(len(self.queries), 'request')}, {counted(self.prompt_tokens, 'prompt token')}, "
-            f"{counted(self.output_tokens, 'output token')}"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from real runs: `python docs/figures.py [scheduling|chat|serve]`."""
+"""Draws the pictures of the documentation from real runs: `python benchmarks/figures.py [scheduling|chat|serve]`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from chairlift.core.blocks import BlockPool
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.request import Request
-from chairlift.core.scheduler import Limits, Scheduler
+from chairlift.core.scheduler import Scheduler
+from chairlift.report.drawing import COLORS
 
-IMAGES = Path(__file__).parent / "images"
-COLORS = ["#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2", "#9D755D", "#EECA3B"]
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 CELL, LEFT, TOP = 22, 92, 44
 
 
