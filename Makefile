@@ -15,8 +15,8 @@ test: $(VENV)/.dev
 	@$(BIN)/python -m pytest
 
 check: $(VENV)/.dev
-	@$(BIN)/ruff format --check src tests
-	@$(BIN)/ruff check src tests
+	@$(BIN)/ruff format --check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks
 	@$(BIN)/mypy
 
 bench: $(VENV)/.dev

@@ -47,7 +47,12 @@ MAY_IMPORT = {
     "json_file": {"core.errors"},
     "models": {"models", "ops", "core.errors", "core.values", "json_file"},
     "text": {"text", "core", "json_file"},
-    "execution": {"execution", "engine", "core", "models", "ops", "json_file"},
+    "report": {"report", "core.words"},
+    "traffic": {"traffic", "core.errors", "core.values", "core.words"},
+    "costs": {"costs", "report", "traffic", "engine", "core", "models", "ops"},
+    "execution": {"execution", "costs", "engine", "core", "models", "ops", "json_file"},
+    "simulation": {"simulation", "costs", "report", "traffic", "engine", "core"},
+    "evaluation": {"evaluation", "report", "llm", "vocabulary", "execution.build", "core", "models", "ops"},
     "outputs": {"text", "core"},
     "track": {"track", "outputs", "core", "text"},
     "vocabulary": {"core.errors", "models", "text"},
@@ -88,7 +93,15 @@ MAY_IMPORT = {
         "execution.build",
     },
 }
-TOP = ("bench", "serving", "cli", "commands", "__main__")  # they import the rest; nobody below imports them
+TOP = (
+    "bench",
+    "evaluation",
+    "simulation",
+    "serving",
+    "cli",
+    "commands",
+    "__main__",
+)  # they import the rest; nobody below imports them
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -165,6 +178,31 @@ def test_nobody_below_the_top_imports_it() -> None:
     assert wrong == {}
 
 
+def circles() -> list[set[str]]:
+    """The sets of modules that import each other, directly or through others."""
+    following = {module: {name for name in imports_of(module) if name in FILES} - {module} for module in FILES}
+    reached: dict[str, set[str]] = {}
+    for module in FILES:
+        found, ahead = set[str](), [module]
+        while ahead:
+            new = following[ahead.pop()] - found
+            found |= new
+            ahead += new
+        reached[module] = found
+    tied = {frozenset({module, *(name for name in reached[module] if module in reached[name])}) for module in FILES}
+    return sorted((set(each) for each in tied if len(each) > 1), key=sorted)
+
+
+def test_no_two_modules_import_each_other() -> None:
+    assert circles() == [], "also inside functions and for types alone: share data that both import, not each other"
+
+
+@pytest.mark.parametrize("module", [module for module in modules_of("ops") if module.endswith("_cuda")])
+def test_kernels_import_data_and_nothing_that_chooses_between_kernels(module: str) -> None:
+    used = {f"chairlift.{name}" for name in ours_in(module) if not name.endswith("_cuda")}
+    assert {name: ours_in(name) for name in used if any(each.endswith("_cuda") for each in ours_in(name))} == {}
+
+
 @pytest.mark.parametrize("module", modules_of("ops", "models"))
 def test_ops_and_models_know_nothing_of_requests(module: str) -> None:
     secrets = {"core.request", "core.plan", "core.scheduler", "engine", "execution"}
@@ -202,7 +240,7 @@ def test_a_file_is_short_enough_to_be_one_idea(module: str) -> None:
     assert len(FILES[module].read_text().splitlines()) < LONGEST_FILE
 
 
-@pytest.mark.parametrize("module", ["chairlift.core.scheduler", "chairlift.engine.engine", "chairlift.bench.scheduler"])
+@pytest.mark.parametrize("module", ["chairlift.core.scheduler", "chairlift.engine.engine", "chairlift.costs.scheduler"])
 def test_the_core_comes_without_torch_or_numpy(module: str) -> None:
     asked = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'numba'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.bench import kv_accuracy
 from chairlift.core.errors import SettingsError
+from chairlift.evaluation import kv_accuracy
 from chairlift.ops.kv_quant import KV_DTYPES
 from tiny import make_tiny_model
 
@@ -112,4 +112,4 @@ def test_the_benchmark_compares_every_kind_with_the_model_s_own(
         assert each.bytes_per_token < exact.bytes_per_token / 3
         assert len(each.speeds) == 2
         assert len(each.likeliest) == 399
-    assert [column.header for column in kv_accuracy.table(found, "tiny").columns] == ["", "auto", *KV_DTYPES]
+    assert [column.header for column in kv_accuracy.kv_table(found, "tiny").columns] == ["", "auto", *KV_DTYPES]

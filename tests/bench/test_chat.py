@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chairlift.bench.chat import Chat, Run, Turn, agreement, measure, summarize, table
+from chairlift.bench.chat import Chat, Run, Turn, agreement, chat_table, measure, summarize
 from chairlift.core.errors import ChairliftError
 from tiny import make_tiny_model
 
@@ -70,7 +70,7 @@ def test_all_numbers_can_be_written_and_shown(model: str) -> None:
     assert len(summary["with"]["ttft_by_turn"]) == 3
     assert summary["ratio"]["computed_tokens"] < 0.3
     screen = StringIO()
-    Console(file=screen, width=120).print(table(summary))
+    Console(file=screen, width=120).print(chat_table(summary))
     assert "turn 3, p95" in screen.getvalue()
     assert "both engines wrote the same tokens" in screen.getvalue()
 
@@ -81,7 +81,7 @@ def test_answers_that_part_are_told() -> None:
     assert agreement(chat, one, one) == 1
     assert agreement(chat, one, other) == 5 / 8
     one.computed = other.computed = 1
-    assert "up to 62.50%" in str(table(summarize(chat, one, other) | {"model": "a model"}).caption)
+    assert "up to 62.50%" in str(chat_table(summarize(chat, one, other) | {"model": "a model"}).caption)
 
 
 def test_a_session_that_outgrows_the_context_is_refused(model: str) -> None:

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from chairlift.bench import mixes
-from chairlift.bench.arrivals import Demand
-from chairlift.bench.bound import Bound, bound_of
 from chairlift.bench.compare import Comparison, cells_of
 from chairlift.bench.compare_report import bounds, summarize, tables
 from chairlift.bench.drive import request_of
-from chairlift.bench.mixes import MIXES, Ask, Mix
 from chairlift.core.batching import GATES
 from chairlift.core.errors import ChairliftError
 from chairlift.core.preemption import PREEMPTIONS
+from chairlift.costs.floor import Bound, bound_of
+from chairlift.traffic import mixes
+from chairlift.traffic.arrivals import Demand
+from chairlift.traffic.mixes import MIXES, Mix
+from chairlift.traffic.query import Query
 from tiny import make_tiny_model
 
 
@@ -34,11 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def made(name: str, **options: Any) -> Mix:
     demand = {key: options.pop(key) for key in ("requests", "seed", "rate", "arrivals", "duration") if key in options}
-    return mixes.make(Demand(name, **demand), lambda text: [ord(letter) for letter in text], **options)
+    return mixes.make(Demand(name, **demand), **options)
 
 
 def compared(model: str, mix: Mix, axes: dict[str, list[str]], repeat: int = 1, **settings: Any) -> dict[str, Any]:
-    comparison = Comparison(model, {"device": "cpu", **settings}, axes, lambda _encode: mix, repeat=repeat)
+    comparison = Comparison(model, {"device": "cpu", **settings}, axes, mix, repeat=repeat)
     told: list[int] = []
     comparison.run(lambda _text: None, told.append)
     assert sum(told) == comparison.tokens
@@ -48,8 +49,8 @@ def compared(model: str, mix: Mix, axes: dict[str, list[str]], repeat: int = 1, 
     return found
 
 
-def few(*lengths: int, **fields: Any) -> list[Ask]:
-    return [Ask([3, 5, 7, 9], length, **fields) for length in lengths]
+def few(*lengths: int, **fields: Any) -> list[Query]:
+    return [Query([3, 5, 7, 9], length, **fields) for length in lengths]
 
 
 # ---- mixes
@@ -58,29 +59,29 @@ def few(*lengths: int, **fields: Any) -> list[Ask]:
 @pytest.mark.parametrize("name", MIXES)
 def test_a_mix_is_the_same_each_time_and_another_with_another_seed(name: str) -> None:
     assert made(name) == made(name) != made(name, seed=1)
-    assert len(made(name, requests=20).asks) == 20
+    assert len(made(name, requests=20).queries) == 20
 
 
 def test_the_mixes_are_what_their_names_say() -> None:
-    lengths = Counter("short" if length < 10 else "long" if length > 500 else "?" for length in made("halves").lengths)
+    lengths = Counter("short" if length < 10 else "long" if length > 500 else "?" for length in made("halves").outputs)
     assert lengths == {"short": 32, "long": 32}
-    assert len(set(made("homogeneous").lengths)) == 1
-    assert Counter(ask.tenant for ask in made("flood").asks) == {"loud": 500, "quiet": 5}
-    assert sum(ask.priority for ask in made("priorities").asks) == 8
-    assert {ask.deadline for ask in made("deadlines", deadline=3).asks} == {3, 6, 12, 24}
-    *decodes, newcomer = made("longprompt").asks
-    assert len(decodes) == 16 and len(newcomer.prompt) == 2000 and newcomer.after
+    assert len(set(made("homogeneous").outputs)) == 1
+    assert Counter(query.tenant for query in made("flood").queries) == {"loud": 500, "quiet": 5}
+    assert sum(query.priority for query in made("priorities").queries) == 8
+    assert {query.deadline for query in made("deadlines", deadline=3).queries} == {3, 6, 12, 24}
+    *decodes, newcomer = made("longprompt").queries
+    assert len(decodes) == 16 and newcomer.prompt_tokens == 2000 and newcomer.after
 
 
 def test_in_the_tenants_mix_prompts_of_a_kind_begin_alike_and_lengths_depend_on_who_asks() -> None:
-    asks = made("tenants", requests=400).asks
-    starts = {ask.kind: {tuple(each.prompt[:32]) for each in asks if each.kind == ask.kind} for ask in asks}
+    queries = made("tenants", requests=400).queries
+    starts = {query.kind: {tuple(each.ids[:32]) for each in queries if each.kind == query.kind} for query in queries}
     assert len(starts) == 4 and all(len(found) == 1 for found in starts.values())
     mean = {
         (tenant, kind): sum(lengths) / len(lengths)
         for tenant in mixes.TENANTS
         for kind in mixes.KINDS
-        if (lengths := [ask.length for ask in asks if (ask.tenant, ask.kind) == (tenant, kind)])
+        if (lengths := [query.output_tokens for query in queries if (query.tenant, query.kind) == (tenant, kind)])
     }
     assert mean["cedar", "story"] > 2 * mean["amber", "story"] > 4 * mean["amber", "label"]
 
@@ -88,35 +89,35 @@ def test_in_the_tenants_mix_prompts_of_a_kind_begin_alike_and_lengths_depend_on_
 @pytest.mark.parametrize("name", [name for name, recipe in MIXES.items() if not recipe.lengths_are_known])
 def test_a_hidden_length_reaches_nothing_but_the_oracle(name: str) -> None:
     mix = made(name)
-    requests = [request_of(mix, number, 0.0) for number in range(len(mix.asks))]
+    requests = [request_of(mix, number, 0.0) for number in range(len(mix.queries))]
     assert len({repr(request.params) for request in requests}) == 1
-    assert requests[0].params.max_tokens == mix.cap > max(mix.lengths)
-    assert [request.known_length for request in requests] == mix.lengths
+    assert requests[0].params.max_tokens == mix.cap > max(mix.outputs)
+    assert [request.known_length for request in requests] == mix.outputs
     assert {request.endpoint for request in requests} <= {"", "chat", "completions"}
 
 
 def test_lengths_can_be_told_or_hidden_at_will() -> None:
     mix = made("halves", lengths_are_known=False, cap=700)
-    assert {mix.max_tokens(ask) for ask in mix.asks} == {700}
+    assert {mix.max_tokens(query) for query in mix.queries} == {700}
     told = made("tenants", lengths_are_known=True)
-    assert [told.max_tokens(ask) for ask in told.asks] == told.lengths
+    assert [told.max_tokens(query) for query in told.queries] == told.outputs
 
 
 def test_a_rehearsal_comes_before_and_is_of_the_same_kinds() -> None:
     mix = made("tenants", requests=40, rehearse=60, rate=10.0)
-    assert len(mix.asks) == 40 and len(mix.rehearsal) == 60 and mix.asks[0].at == mix.rehearsal[0].at == 0
-    starts = [{(ask.kind, *ask.prompt[:32]) for ask in asks} for asks in (mix.asks, mix.rehearsal)]
+    assert len(mix.queries) == 40 and len(mix.rehearsal) == 60 and mix.queries[0].at == mix.rehearsal[0].at == 0
+    starts = [{(query.kind, *query.ids[:32]) for query in queries} for queries in (mix.queries, mix.rehearsal)]
     assert starts[0] == starts[1]
 
 
 def test_requests_come_at_a_rate_and_from_recordings(tmp_path: Path) -> None:
     mix = made("tenants", requests=50, rate=10.0)
-    assert not mix.is_at_once and 2 < mix.asks[-1].at < 10
-    assert [ask.length for ask in mix.asks] == made("tenants", requests=50).lengths
+    assert not mix.is_at_once and 2 < mix.queries[-1].at < 10
+    assert [query.output_tokens for query in mix.queries] == made("tenants", requests=50).outputs
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 5, "prompt_tokens": 7, "output_tokens": 3}\n' * 2)
     recorded = made("halves", arrivals=str(trace))
-    assert [(len(ask.prompt), ask.length, ask.at) for ask in recorded.asks] == [(7, 3, 0.0)] * 2
+    assert [(query.prompt_tokens, query.output_tokens, query.at) for query in recorded.queries] == [(7, 3, 0.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -185,14 +186,14 @@ def test_every_request_gets_exactly_its_hidden_length_in_every_cell(model: str, 
     for cell in summary["cells"]:
         assert len(cell["runs"]) == 2
         for run in cell["runs"]:
-            assert [request["tokens"] for request in run["requests"]] == mix.lengths
-            assert len(run["steps"]["at"]) == run["metrics"]["passes"] >= max(mix.lengths)
+            assert [request["tokens"] for request in run["requests"]] == mix.outputs
+            assert len(run["steps"]["at"]) == run["metrics"]["passes"] >= max(mix.outputs)
             assert 0 < run["metrics"]["occupancy"] <= 1 and max(run["steps"]["sequences"]) == 3
             assert sum(run["steps"]["tokens"]) == sum(run["service"][""])
             check_seats(run, seats=3)
     assert summary["workload"]["max_tokens"] == (None if is_known else 64)
     [found] = summary["bounds"]
-    assert found["reached"] > 1 and found["bound"] == bound_of(mix.lengths, 3).ratio
+    assert found["reached"] > 1 and found["bound"] == bound_of(mix.outputs, 3).ratio
     if is_known:
         assert found["passes"][0] == found["least_passes"][0], "static batching has no choice"
 
@@ -219,14 +220,14 @@ def test_one_that_yields_its_memory_stays_twice_and_still_gets_its_length(
     axes = {"batching": ["continuous"], "preemption": [preemption]}
     summary = compared(model, mix, axes, max_sequences=4, kv_tokens=256, overlap=overlap)
     [run] = summary["cells"][0]["runs"]
-    assert [request["tokens"] for request in run["requests"]] == mix.lengths
+    assert [request["tokens"] for request in run["requests"]] == mix.outputs
     assert run["metrics"]["preemptions"] == sum(len(request["stays"]) - 1 for request in run["requests"]) > 0
     check_seats(run, seats=4)
 
 
 def test_a_newcomer_waits_for_others_tokens_and_its_times_count_from_then(model: str) -> None:
-    asks = [*few(20, 20), Ask([2] * 100, 4, after=10)]
-    mix = Mix("joins", asks, 32, lengths_are_known=False)
+    queries = [*few(20, 20), Query([2] * 100, 4, after=10)]
+    mix = Mix("joins", queries, 32, lengths_are_known=False)
     summary = compared(model, mix, {"batching": list(GATES)}, max_sequences=3)
     for cell in summary["cells"]:
         *first, joined = cell["runs"][0]["requests"]
@@ -234,8 +235,8 @@ def test_a_newcomer_waits_for_others_tokens_and_its_times_count_from_then(model:
 
 
 def test_tenants_and_deadlines_are_told_apart(model: str) -> None:
-    asks = [*few(6, 6, 6, tenant="a", deadline=600.0), *few(6, tenant="b", deadline=0.0)]
-    summary = compared(model, Mix("two", asks, 8, lengths_are_known=False), {"batching": ["continuous"]})
+    queries = [*few(6, 6, 6, tenant="a", deadline=600.0), *few(6, tenant="b", deadline=0.0)]
+    summary = compared(model, Mix("two", queries, 8, lengths_are_known=False), {"batching": ["continuous"]})
     [cell] = summary["cells"]
     assert cell["median"]["in_time"] == 0.75
     assert [cell["tenants"][name]["in_time"] for name in "ab"] == [1, 0]
@@ -244,15 +245,15 @@ def test_tenants_and_deadlines_are_told_apart(model: str) -> None:
 
 
 def test_a_mix_that_the_context_cannot_hold_is_refused(model: str) -> None:
-    mix = Mix("long", [Ask([1] * 1200, 1200)], 2048, lengths_are_known=False)
+    mix = Mix("long", [Query([1] * 1200, 1200)], 2048, lengths_are_known=False)
     with pytest.raises(ChairliftError, match="1200 prompt and 1200 output tokens, and the context holds 2048"):
         compared(model, mix, {"batching": ["continuous"]})
 
 
 def test_a_predictor_that_has_learned_puts_short_answers_first(model: str) -> None:
     prompts = {"short": [11] * 40, "long": [12] * 40}
-    asks = [Ask(prompts[kind], {"short": 2, "long": 60}[kind], kind=kind) for kind in ["long", "short"] * 4]
-    mix = Mix("two", asks, 64, lengths_are_known=False, rehearsal=asks * 5)
+    queries = [Query(prompts[kind], {"short": 2, "long": 60}[kind], kind=kind) for kind in ["long", "short"] * 4]
+    mix = Mix("two", queries, 64, lengths_are_known=False, rehearsal=queries * 5)
     axes = {"batching": ["continuous"], "policy": ["fcfs", "sjf"]}
     fcfs, sjf = compared(model, mix, axes, max_sequences=1)["cells"]
     ends = [[request["last"] for request in each["runs"][0]["requests"]] for each in (fcfs, sjf)]
@@ -265,15 +266,15 @@ def test_naive_batches_are_a_row_of_their_own(model: str) -> None:
     pytest.importorskip("transformers")
     mix = Mix("few", few(3, 9, 4, 6), 16, lengths_are_known=True)
     settings = {"device": "cpu", "max_sequences": 2}
-    comparison = Comparison(model, settings, {"batching": ["static"]}, lambda _encode: mix, naive=True)
+    comparison = Comparison(model, settings, {"batching": ["static"]}, mix, naive=True)
     comparison.run(lambda _text: None, lambda _count: None)
     ours, naive = summarize(comparison)["cells"]
     assert naive["name"] == "transformers-static" and not naive["unavailable"]
-    assert [request["tokens"] for request in naive["runs"][0]["requests"]] == mix.lengths
+    assert [request["tokens"] for request in naive["runs"][0]["requests"]] == mix.outputs
     assert naive["median"]["passes"] == ours["median"]["passes"] == 15
     late = Mix("late", few(3, at=1.0), 16, lengths_are_known=True)
     with pytest.raises(ChairliftError, match="--naive answers everything at once"):
-        Comparison(model, settings, {"batching": ["static"]}, lambda _encode: late, naive=True)
+        Comparison(model, settings, {"batching": ["static"]}, late, naive=True)
 
 
 # ---- the command
@@ -320,9 +321,9 @@ def test_a_wrong_choice_is_one_line(model: str) -> None:
 
 def test_a_tenant_alone_keeps_the_moments_it_has_among_the_others() -> None:
     crowd, alone = made("flood", rate=50.0), made("flood", rate=50.0, only="quiet")
-    first = next(ask.at for ask in crowd.asks if ask.tenant == "quiet")
-    assert [(ask.prompt, pytest.approx(ask.at)) for ask in alone.asks] == [
-        (ask.prompt, ask.at - first) for ask in crowd.asks if ask.tenant == "quiet"
+    first = next(query.at for query in crowd.queries if query.tenant == "quiet")
+    assert [(query.prompt, pytest.approx(query.at)) for query in alone.queries] == [
+        (query.prompt, query.at - first) for query in crowd.queries if query.tenant == "quiet"
     ]
     with pytest.raises(ChairliftError, match="no request is by 'nobody': the tenants are loud, quiet"):
         made("flood", only="nobody")

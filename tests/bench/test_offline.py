@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from chairlift.bench.engines import Contender, UnavailableError, engine
-from chairlift.bench.offline import Benchmark, run_offline
+from chairlift.bench.offline import Benchmark, agreement, measure, offline_table, run_offline, summarize
 from chairlift.bench.peers import Task
-from chairlift.bench.report import agreement, measure, percentile, summarize, table
-from chairlift.bench.workloads import Lengths, Workload, uniform
 from chairlift.core.errors import ChairliftError
+from chairlift.report.numbers import percentile
+from chairlift.traffic.workloads import Lengths, Workload, uniform
 
 
 def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None
     benchmark = Benchmark(
         str(tiny_model),
         {"load_format": "dummy", "device": "cpu"},
-        lambda _encode: uniform(6, Lengths(4, 40, 10), Lengths(1, 12, 4)),
+        uniform(6, Lengths(4, 40, 10), Lengths(1, 12, 4)),
         compare=["transformers", "transformers-static"],
         repeat=2,
     )
@@ -61,24 +61,24 @@ def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None
     for theirs in summary["engines"][1:]:
         assert theirs["median"]["agreement"] > 0.9, "other weights would part at the first token"
         assert theirs["ratio"]["output_tok_s"] > 0
-    assert table(summary).row_count == 13
+    assert offline_table(summary).row_count == 13
 
 
 def test_a_single_request_is_told_in_milliseconds_a_token() -> None:
     run = {"seconds": 0.5, "peak_bytes": None, "requests": [{"first": 0.1, "last": 0.5, "tokens": [1] * 100}]}
-    assert measure(run, Workload("single", [[1] * 8], [100]))["token_ms"] == 5.0
+    assert measure(run, Workload.of("single", [[1] * 8], [100]))["token_ms"] == 5.0
     two = {**run, "requests": run["requests"] * 2}
-    assert "token_ms" not in measure(two, Workload("two", [[1] * 8] * 2, [100] * 2))
+    assert "token_ms" not in measure(two, Workload.of("two", [[1] * 8] * 2, [100] * 2))
 
 
 def test_the_others_are_not_compared_with_draws(tiny_model: Path) -> None:
-    benchmark = Benchmark(str(tiny_model), {}, lambda _encode: Workload("one", [[1]], [1]), ["transformers"])
+    benchmark = Benchmark(str(tiny_model), {}, Workload.of("one", [[1]], [1]), ["transformers"])
     with pytest.raises(ChairliftError, match="always take the likeliest token"):
         run_offline(replace(benchmark, temperature=0.6))
 
 
 def test_a_request_that_cannot_be_served_is_said_in_one_line(tiny_model: Path) -> None:
-    benchmark = Benchmark(str(tiny_model), {}, lambda _encode: Workload("long", [[1] * 600], [1]))
+    benchmark = Benchmark(str(tiny_model), {}, Workload.of("long", [[1] * 600], [1]))
     with pytest.raises(ChairliftError, match="the prompt has 600 tokens and the context holds 512"):
         run_offline(benchmark)
 
@@ -111,7 +111,7 @@ def test_an_engine_without_runs_is_in_the_table_with_its_reason() -> None:
     ours = Contender("chairlift", {"device": "cpu", "dtype": "float32"})
     ours.runs.append({"seconds": 1.0, "peak_bytes": None, "requests": [request]})
     absent = Contender("openvino", unavailable="not [bold]installed")
-    shown = table(summarize(Workload("one", [[1]], [2]), [ours, absent]))
+    shown = offline_table(summarize(Workload.of("one", [[1]], [2]), [ours, absent]))
     assert "openvino is not available: not [bold]installed" in str(shown.caption)
 
 

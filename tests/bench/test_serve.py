@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from chairlift.bench import http
-from chairlift.bench.arrivals import Query
 from chairlift.bench.http import Chunks, Exchange, Reply, Server
 from chairlift.bench.serve import Outcome, Plan, Progress, Reader, Record, run_serve
 from chairlift.bench.serve_report import is_good, read_targets, summarize, times
 from chairlift.core.errors import ChairliftError
+from chairlift.traffic.query import Query
 
 Send = Callable[[bytes], Awaitable[None]]
 Answer = Callable[[dict[str, Any], Send], Awaitable[None]]
@@ -96,7 +96,7 @@ def ask(answer: Answer, queries: list[Query], **options: Any) -> tuple[Outcome, 
 
 
 def one(answer: Answer, **options: Any) -> Record:
-    outcome, _ = ask(answer, [Query(0, [1, 2, 3], 4)], **options)
+    outcome, _ = ask(answer, [Query([1, 2, 3], 4)], **options)
     [record] = outcome.records
     return record
 
@@ -118,7 +118,7 @@ def test_answers_are_counted_and_timed() -> None:
             await asyncio.sleep(0.01)
         await send(END)
 
-    queries = [Query(0.01 * i, [1] * (i + 1), i + 1) for i in range(8)]
+    queries = [Query([1] * (i + 1), i + 1, at=0.01 * i) for i in range(8)]
     outcome, seen = ask(slow, queries, api_key="secret")
     found = summarize(outcome, {"ttft": 60_000.0})
     assert found["requests"] == {"ok": 8, "failed": 0, "refused": 0, "unfinished": 0}
@@ -153,7 +153,7 @@ def test_requests_leave_whether_or_not_earlier_ones_are_answered() -> None:
         await everyone.wait()
         await plain(body, send)
 
-    outcome, _ = ask(together, [Query(0.001 * i, [1], 2) for i in range(20)], timeout=30)
+    outcome, _ = ask(together, [Query([1], 2, at=0.001 * i) for i in range(20)], timeout=30)
     assert outcome.peak_concurrency == 20 and {each.state for each in outcome.records} == {"ok"}
 
 
@@ -162,7 +162,7 @@ def test_a_request_that_is_held_back_waits_on_its_own_clock() -> None:
         await asyncio.sleep(0.05)
         await plain(body, send)
 
-    outcome, _ = ask(slow, [Query(0, [1], 2) for _ in range(6)], max_concurrency=2)
+    outcome, _ = ask(slow, [Query([1], 2) for _ in range(6)], max_concurrency=2)
     assert outcome.peak_concurrency == 2
     assert max(times(each)["ttft"] for each in outcome.records) >= 149, "three turns of 50 ms, two of them waiting"
 
@@ -178,7 +178,7 @@ def test_a_chat_is_sent_as_text_and_its_role_is_no_token() -> None:
             await send(event(each))
         await send(END)
 
-    outcome, [seen] = ask(chat, [Query(0, 25, 9)], endpoint="chat", model="mine")
+    outcome, [seen] = ask(chat, [Query(25, 9)], endpoint="chat", model="mine")
     [record] = outcome.records
     assert (record.prompt_tokens, record.output_tokens, len(record.chunks)) == (31, 2, 2)
     assert times(record)["ttft"] >= 100
@@ -216,7 +216,7 @@ def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
             case _:
                 await plain(body, send)
 
-    outcome, _ = ask(moody, [Query(0, [1], i) for i in range(1, 13)])
+    outcome, _ = ask(moody, [Query([1], i) for i in range(1, 13)])
     assert [each.state for each in outcome.records] == ["refused", *["failed"] * 9, "ok", "ok"]
     assert [each.error for each in outcome.records] == [
         "HTTP 429: try later",
@@ -308,7 +308,7 @@ def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
     async def gone() -> None:
         async with serving(plain) as (url, _):
             pass
-        await run_serve(Plan(url, [Query(0, [1], 1)]))
+        await run_serve(Plan(url, [Query([1], 1)]))
 
     with pytest.raises(ChairliftError, match=r"no server answers at .* \(connection refused\): start it"):
         asyncio.run(gone())
@@ -320,7 +320,7 @@ def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            await run_serve(Plan(f"http://127.0.0.1:{port}", [Query(0, [1], 1)]))
+            await run_serve(Plan(f"http://127.0.0.1:{port}", [Query([1], 1)]))
 
     for page, message in (
         (whole("401 Unauthorized", b""), "wants another API key"),
@@ -337,14 +337,14 @@ def test_progress_is_told() -> None:
 
     async def go() -> None:
         async with serving(plain) as (url, _):
-            await run_serve(Plan(url, [Query(0, [1], 5)] * 3), told.append)
+            await run_serve(Plan(url, [Query([1], 5)] * 3), told.append)
 
     asyncio.run(go())
     assert (told[-1].done, told[-1].total, told[-1].tokens) == (3, 3, 15)
 
 
 def test_hundreds_of_streams_at_once_are_all_read() -> None:
-    outcome, _ = ask(plain, [Query(0, [1, 2], 20)] * 500)
+    outcome, _ = ask(plain, [Query([1, 2], 20)] * 500)
     found = summarize(outcome)
     assert found["requests"]["ok"] == 500 and found["output_tokens"] == 10_000
 

@@ -11,11 +11,11 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from chairlift.bench.floor import weights_of
+from chairlift.bench.plots import batch_sizes
 from chairlift.bench.sizes import WARM, Watch, measure, read_sizes
-from chairlift.bench.sizes_plot import picture
 from chairlift.commands.bench_sizes import sizes as command
 from chairlift.core.errors import ChairliftError
+from chairlift.costs.floor import weights_of
 from chairlift.models.config import read_config
 
 CPU = {"device": "cpu"}
@@ -82,7 +82,7 @@ def test_numbers_are_written_shown_and_drawn_again(tiny_model: Path, tmp_path: P
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[-len(again.stdout.splitlines()) + 1 :]
     assert image.read_bytes().startswith(b"\x89PNG")
     summary = json.loads(numbers.read_text())
-    (axes,) = picture(summary).axes
+    (axes,) = batch_sizes(summary, "tiny").axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     floor, measured = axes.lines
     assert list(floor.get_ydata()) == [row["floor_tok_s"] for row in summary["sizes"]]
@@ -113,5 +113,5 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pyte
     ):
         error = invoke(*given).exception
         assert isinstance(error, ChairliftError) and told in str(error), given
-    monkeypatch.setattr("chairlift.commands.pictures.find_spec", lambda _name: None)
+    monkeypatch.setattr("chairlift.commands.reports.find_spec", lambda _name: None)
     assert "pip install 'chairlift[plots]'" in str(invoke("--plot", "picture.png").exception)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from chairlift import LLM, SamplingParams
 from chairlift.ops import sampling, sampling_cuda
-from chairlift.ops.sampling import Filters
+from chairlift.ops.filters import Filters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])

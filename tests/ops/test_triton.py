@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 from chairlift.execution.sharing import Grouping
 from chairlift.ops import attention_cuda, decode_cuda, fused_cuda
 from chairlift.ops.attention import paged_attention_reference
-from chairlift.ops.batch import Batch, HostBatch, Shared, look_up_reference
+from chairlift.ops.batch import Batch, HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache, write_kv_reference
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.linear import silu_mul_reference
+from chairlift.ops.look_up import look_up_reference
 from chairlift.ops.norm import rms_norm_reference
 from chairlift.ops.rotate import rotate_and_store_reference
 

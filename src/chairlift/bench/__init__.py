@@ -1,5 +1,5 @@
-"""Measurements that anyone can repeat: each is a function that returns rows, and a command that prints them.
+"""Speed that anyone can measure again: each measurement returns its numbers, and a command prints them.
 
-Speed is told as medians and ratios from real components; nothing here is imported by what it measures. It all imports
-without torch and without the engines it compares with: those are loaded in processes of their own.
+It is told as medians and ratios from real components; nothing here is imported by what it measures. The engines to
+compare with are loaded in processes of their own.
 """

@@ -14,10 +14,8 @@ from statistics import median
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from chairlift import __version__
-from chairlift.bench.report import percentile
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Outcome, StepPlan
@@ -26,6 +24,8 @@ from chairlift.core.settings import Settings
 from chairlift.core.words import counted
 from chairlift.engine.engine import Engine
 from chairlift.execution.build import Loaded, assemble, load_model
+from chairlift.report.numbers import common_length, percentile
+from chairlift.report.tables import table
 
 Summary = dict[str, Any]
 WARM_ANSWER = 4
@@ -160,8 +160,8 @@ def measure(
     room = settings.get("max_length") or loaded.config.max_length
     if chat.longest > room:
         raise ChairliftError(
-            f"a session becomes {chat.longest:,} tokens long, and the context holds {room:,}: lower the turns or their "
-            "tokens, or use a model with a longer context"
+            f"a session becomes {counted(chat.longest, 'token')} long, and the context holds {room:,}: lower the turns "
+            "or their tokens, or use a model with a longer context"
         )
     runs = {}
     for name, caches in (("with", True), ("without", False)):
@@ -229,43 +229,38 @@ def agreement(chat: Chat, one: Run, other: Run) -> float:
         first, second = (
             [token for turn in run.turns if turn.session == session for token in turn.answer] for run in (one, other)
         )
-        pairs = enumerate(zip(first, second, strict=True))
-        same += next((place for place, (a, b) in pairs if a != b), len(first))
+        same += common_length(first, second)
     return same / chat.answered
 
 
-def table(summary: Summary) -> Table:
+def chat_table(summary: Summary) -> Table:
     """With the cache, without, and the ratio."""
     chat, cached, plain, least = summary["chat"], summary["with"], summary["without"], summary["least_tokens"]
-    shown = Table(
-        title=Text(
-            f"{summary['model']}: {counted(chat['sessions'], 'session')} of {counted(chat['turns'], 'turn')},\n"
-            f"{counted(chat['system_tokens'], 'token')} of system prompt, {chat['user_tokens']:,} of a question, "
-            f"{chat['answer_tokens']:,} of an answer"
-        ),
-        title_justify="left",
-        caption=Text(_said(summary["same_tokens"])),
-        caption_justify="left",
+
+    def row(label: str, name: str, write: Callable[[float], str], turn: int | None = None) -> tuple[str, ...]:
+        a, b = (each[name] if turn is None else each["ttft_by_turn"][turn][name] for each in (cached, plain))
+        return label, write(a), write(b), f"{a / b:.3g}x"
+
+    shares = (f"{each['computed_tokens'] / least:.2f}x" for each in (cached, plain))
+    return table(
+        f"{summary['model']}: {counted(chat['sessions'], 'session')} of {counted(chat['turns'], 'turn')},\n"
+        f"{counted(chat['system_tokens'], 'token')} of system prompt, {chat['user_tokens']:,} of a question, "
+        f"{chat['answer_tokens']:,} of an answer",
+        ("", "with the cache", "without", "ratio"),
+        [
+            *(row(f"first token, {mark}", f"ttft_{mark}", _milliseconds) for mark in ("p50", "p95")),
+            *(
+                row(f"  turn {turn + 1}, {mark}", mark, _milliseconds, turn)
+                for turn in range(chat["turns"])
+                for mark in ("p50", "p95")
+            ),
+            row("prompt tokens computed", "computed_tokens", lambda tokens: f"{tokens:,}"),
+            (f"  of the {least:,} that are new", *shares),
+            row("seconds", "seconds", lambda seconds: f"{seconds:,.1f}"),
+            row("output tok/s", "output_tokens_per_second", lambda speed: f"{speed:,.1f}"),
+        ],
+        _said(summary["same_tokens"]),
     )
-    shown.add_column("")
-    for column in ("with the cache", "without", "ratio"):
-        shown.add_column(column, justify="right", no_wrap=True)
-
-    def row(label: str, a: float, b: float, write: Callable[[float], str]) -> None:
-        shown.add_row(label, write(a), write(b), f"{a / b:.3g}x")
-
-    row("first token, p50", cached["ttft_p50"], plain["ttft_p50"], _milliseconds)
-    row("first token, p95", cached["ttft_p95"], plain["ttft_p95"], _milliseconds)
-    for number, (a, b) in enumerate(zip(cached["ttft_by_turn"], plain["ttft_by_turn"], strict=True), 1):
-        row(f"  turn {number}, p50", a["p50"], b["p50"], _milliseconds)
-        row(f"  turn {number}, p95", a["p95"], b["p95"], _milliseconds)
-    computed = cached["computed_tokens"], plain["computed_tokens"]
-    row("prompt tokens computed", *computed, lambda tokens: f"{tokens:,}")
-    shown.add_row(f"  of the {least:,} that are new", *(f"{tokens / least:.2f}x" for tokens in computed), "")
-    row("seconds", cached["seconds"], plain["seconds"], lambda seconds: f"{seconds:,.1f}")
-    speeds = cached["output_tokens_per_second"], plain["output_tokens_per_second"]
-    row("output tok/s", *speeds, lambda speed: f"{speed:,.1f}")
-    return shown
 
 
 def _milliseconds(seconds: float) -> str:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.bench.drive import Answer, Driver, Run
-from chairlift.bench.engines import Engine, UnavailableError, engine
-from chairlift.bench.mixes import Mix
+from chairlift.bench.engines import Engine, UnavailableError, engine, task_for
 from chairlift.bench.offline import MEMORY_SHARE
-from chairlift.bench.peers import Task
-from chairlift.bench.workloads import Ids, Workload
 from chairlift.core.errors import ChairliftError
 from chairlift.core.policies import POLICIES
 from chairlift.core.settings import Settings, options
+from chairlift.traffic.mixes import Mix
 
 if TYPE_CHECKING:
     from chairlift.execution.build import Loaded
@@ -73,13 +69,13 @@ class Comparison:
         model: str,
         settings: Mapping[str, Any],
         axes: Mapping[str, Sequence[str]],
-        mix: Callable[[Callable[[str], Ids]], Mix],  # given what turns text into tokens
+        mix: Mix,
         *,
         repeat: int = 1,
         naive: bool = False,
     ) -> None:
         self.cells = cells_of(axes)  # before torch is imported: a typing error is answered at once
-        from chairlift.bench.twin import Subject
+        from chairlift.evaluation.twin import Subject
         from chairlift.execution.build import choose_limits
 
         self.repeat = repeat
@@ -87,11 +83,11 @@ class Comparison:
         self._settings = dict(settings)
         self._subject = Subject(model, Settings.of(**settings))
         config, device = self._subject.config, self._subject.device
-        self.mix = mix(self._subject.encode).within(config.vocab_size)
+        self.mix = mix.encoded(self._subject.encode, config.vocab_size)
         self._settings["max_sequences"] = settings.get("max_sequences") or self.mix.seats
         if not settings.get("max_length"):  # no longer than needed: whole prompts want steps as long as the context
-            asks = (*self.mix.rehearsal, *self.mix.asks)
-            longest = max(len(ask.prompt) + self.mix.max_tokens(ask) for ask in asks)
+            queries = (*self.mix.rehearsal, *self.mix.queries)
+            longest = max(query.prompt_tokens + self.mix.max_tokens(query) for query in queries)
             self._settings["max_length"] = min(config.max_length, (longest // 64 + 1) * 64)
         self.limits = choose_limits(config, Settings.of(**self._settings), device)
         self.info = {"model": model, "device": str(device), "dtype": str(config.dtype).removeprefix("torch.")}
@@ -108,8 +104,8 @@ class Comparison:
     @property
     def tokens(self) -> int:
         """All that will be written."""
-        rehearsed = sum(ask.length for ask in self.mix.rehearsal)
-        return self.repeat * sum(sum(self.mix.lengths) + (rehearsed if cell.choices else 0) for cell in self.cells)
+        rehearsed = sum(query.output_tokens for query in self.mix.rehearsal)
+        return self.repeat * sum(self.mix.output_tokens + (rehearsed if cell.choices else 0) for cell in self.cells)
 
     def run(self, notice: Callable[[str], None], advance: Callable[[int], None]) -> None:
         """Every cell in turn, `repeat` times, so that a busy machine is unfair to all alike."""
@@ -131,7 +127,7 @@ class Comparison:
                         cell.runs.append(self._drive(loaded, cell, self.mix, advance))
                     elif naive is not None:
                         self._run_naive(naive, cell)
-                        advance(sum(self.mix.lengths))
+                        advance(self.mix.output_tokens)
 
     def _drive(self, loaded: Loaded, cell: Cell, mix: Mix, advance: Callable[[int], None]) -> Run:
         """One run on an engine of its own; it is gone afterwards, and its KV memory free."""
@@ -140,7 +136,7 @@ class Comparison:
         built = assemble(loaded, Settings.of(**cell.settings), progress=False)
         try:
             if mix.rehearsal:
-                Driver(built.engine, replace(mix, asks=mix.rehearsal), advance).run()
+                Driver(built.engine, replace(mix, queries=mix.rehearsal), advance).run()
             return Driver(built.engine, mix, advance).run()
         finally:
             del built
@@ -160,19 +156,15 @@ class Comparison:
         if self._subject.device.type == "cuda":
             for each in self.cells:
                 each.settings["memory_share"] = each.settings.get("memory_share") or MEMORY_SHARE
-        lengths = [len(ask.prompt) + ask.length for ask in self.mix.asks]
-        task = Task(
+        task = task_for(
+            self.mix,
+            scratch,
             model=folder,
-            scratch=str(scratch),
             device=self.info["device"],
-            threads=len(os.sched_getaffinity(0)),
-            longest=max(lengths),
-            total=sum(lengths),
             dtype=self.info["dtype"],
             max_sequences=self.limits.max_sequences,
             step_tokens=self.limits.step_tokens,
         )
-        (scratch / "workload.json").write_text(dumps(asdict(self._workload())))
         try:
             return stack.enter_context(engine(NAIVE, sys.executable, task))
         except UnavailableError as reason:
@@ -181,25 +173,25 @@ class Comparison:
 
     def _run_naive(self, naive: Engine, cell: Cell) -> None:
         try:
-            naive.run(self._workload())
+            naive.run(self.mix)
         except UnavailableError as reason:
             cell.unavailable = str(reason)
             cell.runs.clear()
             return
         found = naive.contender.runs.pop()["requests"]
         answers = [
-            Answer(ask, ask.at, len(each["tokens"]), each["first"], each["last"])
-            for ask, each in zip(self.mix.asks, found, strict=True)
+            Answer(query, query.at, len(each["tokens"]), each["first"], each["last"])
+            for query, each in zip(self.mix.queries, found, strict=True)
         ]
         cell.runs.append(Run(self.limits.max_sequences, answers))
-
-    def _workload(self) -> Workload:
-        return Workload(self.mix.name, [ask.prompt for ask in self.mix.asks], self.mix.lengths)
 
 
 def warm(mix: Mix) -> Mix:
     """A little of a mix: enough for kernels to be compiled before anything is timed, the largest prompt's too."""
-    longest = max(mix.asks, key=lambda ask: len(ask.prompt))
-    few = [replace(ask, prompt=ask.prompt[:WARM_PROMPT]) for ask in mix.asks[:WARM_REQUESTS]]
-    asks = [replace(ask, at=0.0, after=0, length=min(WARM_ANSWER, ask.length)) for ask in (*few, longest)]
-    return replace(mix, asks=asks, rehearsal=[], lengths_are_known=True)
+    longest = max(mix.queries, key=lambda query: query.prompt_tokens)
+    few = [replace(query, prompt=query.ids[:WARM_PROMPT]) for query in mix.queries[:WARM_REQUESTS]]
+    queries = [
+        replace(query, at=0.0, after=0, output_tokens=min(WARM_ANSWER, query.output_tokens))
+        for query in (*few, longest)
+    ]
+    return replace(mix, queries=queries, rehearsal=[], lengths_are_known=True)

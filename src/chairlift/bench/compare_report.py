@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from chairlift import __version__
-from chairlift.bench.bound import bound_of
 from chairlift.bench.compare import Cell, Comparison
 from chairlift.bench.drive import Answer, Run
-from chairlift.bench.mixes import Mix
-from chairlift.bench.report import Metrics, middle, percentile
 from chairlift.core.words import counted
-
-Columns = tuple[tuple[str, str, str], ...]  # name, label, how it is written
+from chairlift.costs.floor import bound_of
+from chairlift.report.numbers import Metrics, machine, middle, spread
+from chairlift.report.tables import Columns, filled
+from chairlift.traffic.mixes import Mix
+from chairlift.traffic.query import Query
 
 SPEED: Columns = (
     ("passes", "passes", "{:,.0f}"),
@@ -63,18 +59,18 @@ def summarize(comparison: Comparison) -> dict[str, Any]:
             cell["median"]["speedup"] = cell["median"]["output_tok_s"] / first
     return {
         "chairlift": __version__,
-        "machine": {"processor": platform.machine(), "system": platform.system(), "python": platform.python_version()},
+        "machine": machine(),
         **comparison.info,
         "seats": limits.max_sequences,
         "step_tokens": limits.step_tokens,
         "workload": {
             "name": mix.name,
-            "prompt_tokens": sum(len(ask.prompt) for ask in mix.asks),
-            "output_tokens": sum(mix.lengths),
+            "prompt_tokens": mix.prompt_tokens,
+            "output_tokens": mix.output_tokens,
             "lengths_are_known": mix.lengths_are_known,
             "max_tokens": None if mix.lengths_are_known else mix.cap,
             "rehearsed": len(mix.rehearsal),
-            "requests": [{**asdict(ask), "prompt": len(ask.prompt)} for ask in mix.asks],
+            "requests": [query_row(query) for query in mix.queries],
         },
         "cells": cells,
         "bounds": list(bounds(cells, mix, limits.max_sequences)),
@@ -88,12 +84,12 @@ def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
         steps = run.steps
         found = measure(run)
         if not cell.choices:
-            found["passes"] = bound_of(mix.lengths, run.seats).static  # transformers does just that
+            found["passes"] = bound_of(mix.outputs, run.seats).static  # transformers does just that
         runs.append(
             {
                 "metrics": found,
-                "tenants": by_group(run, lambda answer: answer.ask.tenant),
-                "kinds": by_group(run, lambda answer: answer.ask.kind),
+                "tenants": by_group(run, lambda answer: answer.query.tenant),
+                "kinds": by_group(run, lambda answer: answer.query.kind),
                 "requests": [request_row(answer) for answer in run.answers],
                 "steps": {
                     "at": [round(step.at, 6) for step in steps],
@@ -130,21 +126,17 @@ def measure(run: Run) -> Metrics:
         "seconds": seconds,
         "requests_s": len(answers) / seconds,
         "output_tok_s": output / seconds,
-        "total_tok_s": (output + sum(len(answer.ask.prompt) for answer in answers)) / seconds,
-        **spread("ttft", [1000 * answer.ttft for answer in answers]),
-        **spread("tpot", [1000 * tpot for answer in answers if (tpot := answer.tpot) is not None]),
-        **spread("e2e", [1000 * answer.seconds for answer in answers]),
+        "total_tok_s": (output + sum(answer.query.prompt_tokens for answer in answers)) / seconds,
+        **waits(answers),
     }
     if steps:
         found |= {
             "passes": len(steps),
             "tokens_per_pass": fmean(step.tokens for step in steps),
             "occupancy": fmean(step.sequences for step in steps) / run.seats,
-            "gap_max": 1000 * max(answer.gap for answer in answers),
+            "gap_max": longest_gap(answers),
             "preemptions": run.preemptions,
         }
-    if any(answer.ask.deadline is not None for answer in answers):
-        found["in_time"] = share_in_time(answers)
     if run.rank_correlation is not None:
         found["rank_correlation"] = run.rank_correlation
     return found
@@ -161,29 +153,31 @@ def by_group(run: Run, name_of: Callable[[Answer], str]) -> dict[str, Metrics]:
     for name, answers in groups.items():
         found[name] = {
             "requests": len(answers),
-            **spread("ttft", [1000 * answer.ttft for answer in answers]),
-            **spread("tpot", [1000 * tpot for answer in answers if (tpot := answer.tpot) is not None]),
-            **spread("e2e", [1000 * answer.seconds for answer in answers]),
-            "service": sum(len(answer.ask.prompt) + answer.tokens for answer in answers),
+            **waits(answers),
+            "service": sum(answer.query.prompt_tokens + answer.tokens for answer in answers),
         }
         if run.steps:
-            found[name]["gap_max"] = 1000 * max(answer.gap for answer in answers)
-        if any(answer.ask.deadline is not None for answer in answers):
-            found[name]["in_time"] = share_in_time(answers)
+            found[name]["gap_max"] = longest_gap(answers)
     return found
 
 
-def spread(name: str, values: Sequence[float]) -> Metrics:
-    """The mean, and what half, nearly all and all but a hundredth do not exceed."""
-    if not values:
-        return {}
-    marks = {f"{name}_p{share}": percentile(values, share) for share in (50, 95, 99)}
-    return {f"{name}_mean": fmean(values), **marks}
+def waits(answers: Sequence[Answer]) -> Metrics:
+    """How long requests waited, in milliseconds; of those with a deadline, which share met it."""
+    due = [answer.is_in_time for answer in answers if answer.query.deadline is not None]
+    times = {
+        "ttft": [1000 * answer.ttft for answer in answers],
+        "tpot": [1000 * tpot for answer in answers if (tpot := answer.tpot) is not None],
+        "e2e": [1000 * answer.seconds for answer in answers],
+    }
+    found: Metrics = {"in_time": fmean(due)} if due else {}
+    for name, values in times.items():
+        found |= spread(values, 50, 95, 99, prefix=f"{name}_")
+    return found
 
 
-def share_in_time(answers: Sequence[Answer]) -> float:
-    """Of those with a deadline, how many met it."""
-    return fmean(answer.is_in_time for answer in answers if answer.ask.deadline is not None)
+def longest_gap(answers: Sequence[Answer]) -> float:
+    """Milliseconds between two tokens of an answer, at most."""
+    return 1000 * max(answer.gap for answer in answers)
 
 
 def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[dict[str, Any]]:
@@ -197,7 +191,7 @@ def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[di
             is_pair = slow["choices"].get("batching") == "static" and fast["choices"] == wanted
             if not is_pair or slow["choices"].get("policy", "fcfs") != "fcfs":
                 continue
-            most = bound_of(mix.lengths, seats)
+            most = bound_of(mix.outputs, seats)
             reached = slow["median"]["passes"] / fast["median"]["passes"]
             yield {
                 "static": slow["name"],
@@ -209,6 +203,13 @@ def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[di
                 "share": reached / most.ratio,
                 "speedup": fast["median"]["output_tok_s"] / slow["median"]["output_tok_s"],
             }
+
+
+def query_row(query: Query) -> dict[str, Any]:
+    """One request as it was asked, for a file: of its prompt only the length."""
+    told = ("at", "after", "tenant", "kind", "endpoint", "priority", "deadline")
+    asked = {"prompt": query.prompt_tokens, "length": query.output_tokens}
+    return {**asked, **{name: getattr(query, name) for name in told}}
 
 
 def request_row(answer: Answer) -> dict[str, Any]:
@@ -236,28 +237,14 @@ def tables(summary: dict[str, Any]) -> Group:
     cells = [cell for cell in summary["cells"] if cell["runs"]]
     rows = [((cell["name"],), cell["median"]) for cell in cells]
     parts = [
-        filled(SPEED, rows, title(summary), "\n".join(notes(summary))),
-        filled(WAITING, rows, "how long requests wait, ms"),
+        filled(title(summary), SPEED, rows, "\n".join(notes(summary))),
+        filled("how long requests wait, ms", WAITING, rows),
     ]
     sort = next((sort for sort in ("tenants", "kinds") if any(cell[sort] for cell in cells)), None)
     if sort is not None:
         groups = [((cell["name"], name), row) for cell in cells for name, row in cell[sort].items()]
-        parts.append(filled(BY_GROUP, groups, f"by {sort.removesuffix('s')}, ms"))
+        parts.append(filled(f"by {sort.removesuffix('s')}, ms", BY_GROUP, groups))
     return Group(*parts)
-
-
-def filled(columns: Columns, rows: Sequence[tuple[tuple[str, ...], Metrics]], title: str, caption: str = "") -> Table:
-    """Rows under their names; a column that would be empty is left out."""
-    shown = Table(title=Text(title), title_justify="left", caption=Text(caption), caption_justify="left")
-    for _ in rows[0][0]:
-        shown.add_column("")
-    used = [column for column in columns if any(column[0] in metrics for _, metrics in rows)]
-    for _, label, _ in used:
-        shown.add_column(label, justify="right", no_wrap=True)
-    for names, metrics in rows:
-        cells = (form.format(metrics[key]) if key in metrics else "" for key, _, form in used)
-        shown.add_row(*(Text(name) for name in names), *cells)
-    return shown
 
 
 def title(summary: dict[str, Any]) -> str:

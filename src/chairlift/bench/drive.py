@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from chairlift.bench.mixes import Ask, Mix
 from chairlift.core.errors import ChairliftError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
@@ -16,6 +15,8 @@ from chairlift.core.plan import Event, StepPlan
 from chairlift.core.predictor import spearman
 from chairlift.core.request import Phase, Request, Sequence
 from chairlift.engine.engine import Engine
+from chairlift.traffic.mixes import Mix
+from chairlift.traffic.query import Query
 
 STOP = "the end"
 
@@ -33,7 +34,7 @@ class Stay:
 class Answer:
     """What became of one request; times are seconds from the start of the run."""
 
-    ask: Ask
+    query: Query
     at: float  # when it was due to be asked
     tokens: int = 0
     first: float = 0.0
@@ -60,7 +61,7 @@ class Answer:
     @property
     def is_in_time(self) -> bool:
         """Whether the first token met its deadline; without one, any moment is good."""
-        return self.ask.deadline is None or self.ttft <= self.ask.deadline
+        return self.query.deadline is None or self.ttft <= self.query.deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Driver:
         self._notice = notice  # told of every step's tokens
         self._start = 0.0
         self._tokens = 0
-        self._run = Run(engine.scheduler.limits.max_sequences, [Answer(ask, ask.at) for ask in mix.asks])
+        self._run = Run(engine.scheduler.limits.max_sequences, [Answer(query, query.at) for query in mix.queries])
         self._seated: dict[Sequence, Stay] = {}
 
     def run(self) -> Run:
@@ -110,7 +111,7 @@ class Driver:
         engine.on_step = self._step
         engine.expect_input()
         self._start = engine.clock.now()
-        coming = deque(enumerate(self._mix.asks))
+        coming = deque(enumerate(self._mix.queries))
         while coming or engine.has_work:
             while coming and self._is_due(coming[0][1]):
                 self._submit(*coming.popleft())
@@ -123,22 +124,22 @@ class Driver:
         engine.on_step = None
         run.preemptions = engine.scheduler.counters.preemptions - before
         if engine.scheduler.policy.needs_lengths:
-            run.rank_correlation = spearman([answer.expected for answer in run.answers], self._mix.lengths)
+            run.rank_correlation = spearman([answer.expected for answer in run.answers], self._mix.outputs)
         return run
 
     def _now(self) -> float:
         return self._engine.clock.now() - self._start
 
-    def _is_due(self, ask: Ask) -> bool:
+    def _is_due(self, query: Query) -> bool:
         # One that waits for others' tokens also comes when there are none to wait for.
-        return ask.at <= self._now() and (self._tokens >= ask.after or not self._engine.has_work)
+        return query.at <= self._now() and (self._tokens >= query.after or not self._engine.has_work)
 
-    def _submit(self, number: int, ask: Ask) -> None:
-        if ask.after:
+    def _submit(self, number: int, query: Query) -> None:
+        if query.after:
             self._run.answers[number].at = self._now()
         self._engine.submit(request_of(self._mix, number, self._start + self._run.answers[number].at))
 
-    def _rest(self, coming: Ask | None) -> None:
+    def _rest(self, coming: Query | None) -> None:
         """Sleep while nothing can happen by itself."""
         until = math.inf if coming is None or coming.after else coming.at - self._now()
         wait = min(self._engine.pause if self._engine.has_work else math.inf, until)
@@ -163,7 +164,7 @@ class Driver:
                 answer.gap = max(answer.gap, now - answer.last)
             answer.last = now
             # As a stop string does: the scheduler could not know. One more token may be in flight; nobody reads it.
-            if answer.tokens == answer.ask.length and reason is None:
+            if answer.tokens == answer.query.output_tokens and reason is None:
                 self._engine.stop(sequence)
         self._tokens += count
         if count:
@@ -196,27 +197,28 @@ class Driver:
 
 def request_of(mix: Mix, number: int, arrival: float) -> Request:
     """A request as the engine sees it: its true length is in `known_length` alone, which only an oracle reads."""
-    ask = mix.asks[number]
+    query = mix.queries[number]
     # The stop string tells a predictor that the answer may end before max_tokens; it is we who find it.
     stop = () if mix.lengths_are_known else (STOP,)
     return Request(
         str(number),
-        ask.prompt,
-        SamplingParams(temperature=0, max_tokens=mix.max_tokens(ask), ignore_eos=True, stop=stop),
+        query.ids,
+        SamplingParams(temperature=0, max_tokens=mix.max_tokens(query), ignore_eos=True, stop=stop),
         arrival=arrival,
-        tenant=ask.tenant,
-        priority=ask.priority,
-        deadline=None if ask.deadline is None else arrival + ask.deadline,
-        endpoint=ask.endpoint,
-        known_length=ask.length,
+        tenant=query.tenant,
+        priority=query.priority,
+        deadline=None if query.deadline is None else arrival + query.deadline,
+        endpoint=query.endpoint,
+        known_length=query.output_tokens,
     )
 
 
 def check(mix: Mix, limits: Limits) -> None:
     """Refuse a mix that the model's context cannot hold."""
-    for number, ask in enumerate(mix.asks):
-        if len(ask.prompt) + ask.length > limits.max_length:
+    for number, query in enumerate(mix.queries):
+        if query.prompt_tokens + query.output_tokens > limits.max_length:
             raise ChairliftError(
-                f"request {number} of {mix.name} has {len(ask.prompt)} prompt and {ask.length} output tokens, and the "
-                f"context holds {limits.max_length}: use another workload, or a model with a longer context"
+                f"request {number} of {mix.name} has {query.prompt_tokens} prompt and {query.output_tokens} output "
+                f"tokens, and the context holds {limits.max_length}: use another workload, or a model with a longer "
+                "context"
             )

@@ -15,9 +15,9 @@ from typing import Any
 
 import chairlift
 from chairlift.bench.peers import Task
-from chairlift.bench.workloads import Workload
 from chairlift.core.errors import ChairliftError
 from chairlift.core.words import counted
+from chairlift.traffic.workloads import Workload
 
 
 class UnavailableError(ChairliftError):
@@ -71,6 +71,14 @@ class Engine:
             raise UnavailableError(message["unavailable"])
         found: dict[str, Any] = message[kind]
         return found
+
+
+def task_for(workload: Workload, scratch: Path, threads: int | None = None, **more: Any) -> Task:
+    """What any engine is told of a workload, which is written down in its folder for all of them."""
+    (scratch / "workload.json").write_text(json.dumps({"prompts": workload.prompts, "outputs": workload.outputs}))
+    lengths = [query.prompt_tokens + query.output_tokens for query in workload.queries]
+    threads = threads or len(os.sched_getaffinity(0))
+    return Task(scratch=str(scratch), threads=threads, longest=max(lengths), total=sum(lengths), **more)
 
 
 @contextmanager

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chairlift.bench.engines import Contender, Engine, UnavailableError, engine
-from chairlift.bench.floor import floor_of
+from rich.table import Table
+from rich.text import Text
+
+from chairlift import __version__
+from chairlift.bench.engines import Contender, Engine, UnavailableError, engine, task_for
 from chairlift.bench.peers import FALLBACKS, PEERS, Task
-from chairlift.bench.workloads import Ids, Workload
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
+from chairlift.core.words import counted
+from chairlift.costs.floor import floor_of
+from chairlift.report.numbers import Metrics, common_length, machine, middle, scaled, spread
+from chairlift.report.tables import table
+from chairlift.traffic.workloads import Workload
 
 if TYPE_CHECKING:
-    from chairlift.bench.twin import Subject
+    from chairlift.evaluation.twin import Subject
 
 OURS = "chairlift"
 MEMORY_SHARE = 0.45  # of a GPU, when another engine is loaded beside ours
+
+# Name, label, how it is written. For speeds more is better, for times and memory less.
+ROWS: tuple[tuple[str, str, str], ...] = (
+    ("output_tok_s", "output tok/s", "{:,.1f}"),
+    ("prompt_tok_s", "prompt tok/s", "{:,.1f}"),
+    ("total_tok_s", "prompt and output tok/s", "{:,.1f}"),
+    ("token_ms", "ms a token", "{:,.3f}"),
+    ("floor_share", "of the physical floor", "{:.1%}"),
+    ("requests_s", "requests/s", "{:,.2f}"),
+    *(
+        (f"{name}_{kind}", f"{name.upper()} {kind}, ms", "{:,.1f}")
+        for name in ("ttft", "tpot")
+        for kind in ("mean", "p50", "p99")
+    ),
+    ("peak_mib", "peak memory, MiB", "{:,.0f}"),
+    ("agreement", "same tokens as ours", "{:.1%}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +56,7 @@ class Benchmark:
 
     model: str
     settings: dict[str, Any]
-    workload: Callable[[Callable[[str], Ids]], Workload]  # given what turns text into tokens
+    workload: Workload
     compare: list[str] = field(default_factory=list)
     python: str = sys.executable  # the interpreter of the other engines
     repeat: int = 1
@@ -46,7 +69,7 @@ def run_offline(
     benchmark: Benchmark, notice: Callable[[str], None] = lambda _text: None
 ) -> tuple[Workload, list[Contender]]:
     """Run the workload on every engine in turn, `repeat` times, so that a busy machine is unfair to all alike."""
-    from chairlift.bench.twin import Subject
+    from chairlift.evaluation.twin import Subject
 
     for name in benchmark.compare:
         if name not in PEERS or name == OURS:
@@ -55,10 +78,9 @@ def run_offline(
     if benchmark.compare and benchmark.temperature:
         raise ChairliftError("the other engines always take the likeliest token: leave out --temperature or --compare")
     subject = Subject(benchmark.model, Settings.of(**benchmark.settings))
-    workload = benchmark.workload(subject.encode).within(subject.config.vocab_size)
+    workload = benchmark.workload.encoded(subject.encode, subject.config.vocab_size)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-bench-")))
-        (scratch / "workload.json").write_text(json.dumps(asdict(workload)))
         task = first_task(benchmark, subject, workload, scratch)
         notice(f"loading {OURS}")
         began = time.monotonic()
@@ -98,14 +120,12 @@ def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scrat
             model, settings["load_format"] = str(subject.folder(scratch)), "auto"
         if subject.device.type == "cuda" and settings.get("memory_share") is None:
             settings["memory_share"] = MEMORY_SHARE
-    lengths = [len(prompt) + count for prompt, count in zip(workload.prompts, workload.outputs, strict=True)]
-    return Task(
+    return task_for(
+        workload,
+        scratch,
+        benchmark.threads,
         model=model,
-        scratch=str(scratch),
         device=str(subject.device),
-        threads=benchmark.threads or len(os.sched_getaffinity(0)),
-        longest=max(lengths),
-        total=sum(lengths),
         settings=settings,
         temperature=benchmark.temperature,
         profile_steps=benchmark.profile_steps,
@@ -129,3 +149,110 @@ def load_others(
             if name in FALLBACKS and FALLBACKS[name] not in names:
                 names.append(FALLBACKS[name])  # the loop comes to it
     return loaded, absent
+
+
+# ---- what was found
+
+
+def measure(run: dict[str, Any], workload: Workload, floor_s: float | None = None) -> Metrics:
+    """The numbers of one run."""
+    seconds, requests = run["seconds"], run["requests"]
+    firsts = [1000 * each["first"] for each in requests]
+    gaps = [
+        1000 * (each["last"] - each["first"]) / (len(each["tokens"]) - 1)
+        for each in requests
+        if len(each["tokens"]) > 1
+    ]
+    found = {
+        "seconds": seconds,
+        "output_tok_s": workload.output_tokens / seconds,
+        "prompt_tok_s": workload.prompt_tokens / seconds,
+        "total_tok_s": (workload.prompt_tokens + workload.output_tokens) / seconds,
+        "requests_s": len(requests) / seconds,
+    }
+    if len(requests) == 1:
+        found["token_ms"] = 1000 * seconds / workload.output_tokens
+    if floor_s is not None:
+        found["floor_share"] = floor_s / seconds
+    found |= spread(firsts, 50, 99, prefix="ttft_") | spread(gaps, 50, 99, prefix="tpot_")
+    if run["peak_bytes"] is not None:
+        found["peak_mib"] = run["peak_bytes"] / (1 << 20)
+    return found
+
+
+def summarize(workload: Workload, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """Everything but the tokens: each engine's runs, their medians, and ours over theirs."""
+    ours = contenders[0]
+    floor_s = ours.info.get("floor_s")
+    best = middle([measure(run, workload, floor_s) for run in ours.runs])
+    engines = []
+    for contender in contenders:
+        runs = [measure(run, workload, floor_s) for run in contender.runs]
+        found = middle(runs)
+        shown = {"name": contender.name, "info": contender.info, "unavailable": contender.unavailable, "runs": runs}
+        if runs and contender is not ours:
+            found["agreement"] = agreement(ours.runs[0], contender.runs[0])
+            shown["ratio"] = {key: best[key] / value for key, value in found.items() if key in best and value}
+        engines.append({**shown, "median": found})
+    return {
+        "chairlift": __version__,
+        "machine": machine(),
+        "workload": {
+            "name": workload.name,
+            "requests": len(workload.queries),
+            "prompt_tokens": workload.prompt_tokens,
+            "output_tokens": workload.output_tokens,
+        },
+        "engines": engines,
+    }
+
+
+def agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The share of tokens before two greedy answers part: rounding parts them late, other weights at once."""
+    pairs = [(a["tokens"], b["tokens"]) for a, b in zip(ours["requests"], theirs["requests"], strict=True)]
+    return sum(common_length(*pair) for pair in pairs) / sum(len(tokens) for tokens, _ in pairs)
+
+
+def offline_table(summary: dict[str, Any]) -> Table:
+    """Medians side by side, and the ratio ours / theirs beside each."""
+    ours, *others = [each for each in summary["engines"] if each["runs"]]
+    work = summary["workload"]
+    notes = [
+        f"{ours['info']['device']}, {ours['info']['dtype']}; median of {counted(len(ours['runs']), 'run')}; "
+        "a ratio is ours / theirs",
+        *(f"{each['name']} is not available: {each['unavailable']}" for each in summary["engines"] if not each["runs"]),
+    ]
+    rows: list[list[str | Text]] = []
+    for key, label, form in ROWS:
+        if any(key in each["median"] for each in (ours, *others)):
+            cells: list[str | Text] = [label, form.format(ours["median"][key]) if key in ours["median"] else ""]
+            for each in others:
+                cells.append(form.format(each["median"][key]) if key in each["median"] else "")
+                cells.append(Text(f"{each['ratio'][key]:.2f}x" if key in each["ratio"] else "", "bold"))
+            rows.append(cells)
+    return table(
+        f"{work['name']}: {counted(work['requests'], 'request')}, {work['prompt_tokens']:,} prompt and "
+        f"{counted(work['output_tokens'], 'output token')}",
+        ("", ours["name"], *(column for each in others for column in (each["name"], "ratio"))),
+        rows,
+        "\n".join(notes),
+        is_centered=True,
+    )
+
+
+def orientation(summary: dict[str, Any]) -> Iterator[str]:
+    """What the machine allows, and how long the start took."""
+    info, workload = summary["engines"][0]["info"], summary["workload"]
+    if "floor_s" in info:
+        seconds, rates = info["floor_s"], info["rates"]
+        yield (
+            f"the floor: {seconds:.3g} s, that is {workload['output_tokens'] / seconds:,.0f} output or "
+            f"{workload['prompt_tokens'] / seconds:,.0f} prompt tok/s, at {scaled(rates['read_bytes_s'], 'B/s')} read "
+            f"and {scaled(rates['flops_s'], 'FLOP/s')}, both measured in this run"
+        )
+    if "start" in info:
+        imported, loaded, first = (info["start"][name] for name in ("imported", "loaded", "first_token"))
+        yield (
+            f"first token {first:.1f} s after the start: imports {imported:.1f}, the model and all that is made ready "
+            f"{loaded - imported:.1f}, the first answer {first - loaded:.1f}"
+        )

@@ -1,73 +1,94 @@
-"""Pictures of a comparison, drawn from its numbers alone: one file for each question that it answers."""
+"""Pictures of what was measured, drawn from the numbers alone: one for each question that they answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import log
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from chairlift.bench.compare_report import middle_run, title
+from chairlift.core.words import counted
+from chairlift.report.drawing import COLORS, FAINT, INK, LEGEND_COLUMNS, PAPER, colors, draw, headed, names, note
 
-WIDTH = 8.0  # inches of 100 pixels
-HEAD = 0.65  # for the title
-LEGEND_COLUMNS = 4
-COLORS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2", "#9D755D", "#EECA3B")
-PAPER, INK, FAINT = "#F2F2F2", "#333333", "#8A8A8A"
+HEAD = 0.65  # inches for the title
 LIGHTEST, DARKEST = (0.78, 0.87, 0.95), (0.10, 0.24, 0.42)  # of a short answer and of a long one
-LOOK: dict[Any, Any] = {
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "chairlift",
-}
 
 Summary = dict[str, Any]
 
 
 def draw_all(summary: Summary, folder: Path, kind: str = "svg") -> list[Path]:
-    """Draw every picture that the numbers are enough for, and say where they are."""
+    """Draw every picture that a comparison's numbers are enough for, and say where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
-    with matplotlib.rc_context(LOOK):
-        for name, draw in PICTURES.items():
-            figure = draw(summary)
-            if figure is not None:
-                file = folder / f"{name}.{kind}"
-                save(figure, file)
-                drawn.append(file)
-    return drawn
+    files = {folder / f"{name}.{kind}": picture for name, picture in PICTURES.items()}
+    return [file for file, picture in files.items() if draw(file, picture, summary)]
 
 
-def save(figure: Figure, file: Path) -> None:
-    """Write a picture; the file's ending says in which format."""
-    metadata = {"Date": None} if file.suffix == ".svg" else None  # the same picture is the same file
-    figure.savefig(file, dpi=100, facecolor="white", metadata=metadata)
-
-
-def headed(head: str, told: str, height: float) -> Figure:
-    """An empty picture with a title and a line below it."""
-    figure = Figure(figsize=(WIDTH, height))
-    figure.text(0.012, 0.97, head, fontsize=12, va="top")
-    figure.text(0.012, 0.89, told, fontsize=9, color=FAINT, va="top")
+def cache_hits(trace: Summary) -> Figure:
+    """How many blocks of a trace are found in caches of several sizes."""
+    told = (
+        f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['distinct'], 'distinct block')} of "
+    )
+    figure = headed("Blocks found in the cache, by its size", f"{told}{counted(trace['block_tokens'], 'token')}", 3.4)
+    axes = figure.add_axes((0.06, 0.19, 0.77, 0.6))
+    rows, blocks = trace["sizes"], trace["blocks"]
+    sizes = [row["size"] for row in rows]
+    lines = {name: [100 * row["hits"][name] / blocks for row in rows] for name in rows[0]["hits"]}
+    lines["optimum"] = [100 * row["optimum"] / blocks for row in rows]
+    most = 100 * trace["infinite"] / blocks
+    axes.axhline(most, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.annotate(" no limit", (sizes[0], most), va="bottom", color=FAINT)
+    for (name, values), color in zip(lines.items(), (*COLORS[: len(lines) - 1], INK), strict=True):
+        axes.plot(sizes, values, color=color, linewidth=1.5, marker="o", markersize=3, label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sizes, [f"{size:,}\n{size / trace['distinct']:.0%}" for size in sizes])
+    axes.set_xlabel("blocks, and how many of the distinct ones that is")
+    axes.set_ylim(0, 1.15 * most)
+    axes.yaxis.set_major_formatter("{x:.0f}%")
+    axes.grid(axis="y", color=PAPER)
+    figure.legend(loc="center right", frameon=False, labelcolor="linecolor", reverse=True)
     return figure
+
+
+def batch_sizes(summary: Summary, told: str) -> Figure:
+    """Output tokens a second by batch size on logarithmic axes: what was measured, and the floor."""
+    figure = headed("Output tokens a second, by batch size", told, 3.6)
+    axes = figure.add_axes((0.09, 0.14, 0.76, 0.66))
+    rows = summary["sizes"]
+    sizes = [row["size"] for row in rows]
+    speeds, floors = ([row[name] for row in rows] for name in ("output_tok_s", "floor_tok_s"))
+    axes.plot(sizes, floors, color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.plot(sizes, speeds, color=COLORS[0], linewidth=1.5, marker="o", markersize=3)
+    for row in rows:
+        place = (row["size"], row["output_tok_s"])
+        share = f"{row['floor_share']:.0%}"
+        axes.annotate(share, place, (0, -7), textcoords="offset points", ha="center", va="top", color=COLORS[0])
+    for name, values, color in (("the floor", floors, FAINT), ("Chairlift", speeds, COLORS[0])):
+        axes.annotate(name, (sizes[-1], values[-1]), (8, 0), textcoords="offset points", va="center", color=color)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    low, high = 0.5 * min(speeds + floors), 1.3 * max(speeds + floors)
+    powers = [10.0**power for power in range(-3, 9)]
+    ticks = [step * power for power in powers for step in (1, 2, 5) if low <= step * power <= high]
+    axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axes.set_ylim(low, high)
+    axes.set_xlabel("sequences in the batch")
+    axes.set_ylabel("output tokens a second")
+    axes.grid(axis="y", color=PAPER)
+    return figure
+
+
+# ---- a comparison
 
 
 def throughput(summary: Summary) -> Figure:
@@ -233,8 +254,8 @@ def small_multiples(
     longest = max(middle_run(cell)["metrics"]["seconds"] for cell in cells)
     for row, cell, color in zip(plots, cells, colors(len(cells)), strict=True):
         row[0].set_title(cell["name"], loc="left", fontsize=10, color=INK)
-        for axes, draw in zip(row, columns, strict=True):
-            draw(axes, cell, color)
+        for axes, fill in zip(row, columns, strict=True):
+            fill(axes, cell, color)
             axes.set_xlim(0, 1.01 * longest)
     for axes in plots[-1]:
         axes.set_xlabel("seconds")
@@ -244,42 +265,12 @@ def small_multiples(
 def sheet(summary: Summary, head: str, height: float, legend: float = 0.0) -> Figure:
     """An empty figure under its title, with room for a line of names."""
     total = height + HEAD + legend
-    figure = Figure(figsize=(WIDTH, total), layout=ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
-    figure.text(0.012, 1 - 0.1 / total, head, fontsize=12, va="top")
-    figure.text(0.012, 1 - 0.37 / total, title(summary), fontsize=9, color=FAINT, va="top")
-    return figure
-
-
-def names(figure: Figure, colored: Mapping[str, str]) -> None:
-    """What each color is, under the title."""
-    shown = figure.legend(
-        handles=[Patch(color=color, label=name) for name, color in colored.items()],
-        loc="upper left",
-        bbox_to_anchor=(0.0, 1 - 0.55 / figure.get_figheight()),
-        ncols=LEGEND_COLUMNS,
-        frameon=False,
-        labelcolor="linecolor",
-        handlelength=0.8,
-        handleheight=0.8,
-        borderpad=0.4,
-        fontsize=9,
-    )
-    shown.set_in_layout(False)
+    return headed(head, title(summary), total, ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
 
 
 def ours(summary: Summary) -> list[Summary]:
     """The cells whose steps are known; one of them has always run first."""
     return [cell for cell in summary["cells"] if cell["runs"] and cell["choices"]]
-
-
-def colors(count: int) -> Sequence[str]:
-    """One for each cell."""
-    return [COLORS[place % len(COLORS)] for place in range(count)]
-
-
-def note(axes: Axes, text: str) -> None:
-    """A fact beside the title."""
-    axes.set_title(text, loc="right", fontsize=9, color=FAINT)
 
 
 def stairs(steps: Summary, values: Sequence[float]) -> tuple[list[float], list[float]]:

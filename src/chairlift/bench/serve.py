@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chairlift.bench import http
-from chairlift.bench.arrivals import VOCABULARY, Query
 from chairlift.bench.http import Reply, ReplyError, Server, message_of, reason_of
 from chairlift.core.errors import ChairliftError
+from chairlift.traffic.query import VOCABULARY, Query
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -286,7 +286,7 @@ def write_bodies(plan: Plan, model: str) -> Iterator[bytes]:
         if plan.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": query.text(r)}]
         else:
-            body["prompt"] = query.tokens(r, plan.vocab_size or VOCABULARY)
+            body["prompt"] = query.drawn(r, plan.vocab_size or VOCABULARY).prompt
         yield json.dumps(body, separators=(",", ":")).encode()
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from chairlift import __version__
-from chairlift.bench.report import percentile
 from chairlift.bench.serve import Outcome, Record
 from chairlift.core.errors import ChairliftError
 from chairlift.core.words import counted
+from chairlift.report.numbers import spread
+from chairlift.report.tables import table
 
 Targets = Mapping[str, float]  # milliseconds that a good answer does not exceed
 TARGETS = ("ttft", "tpot", "e2e")
@@ -84,8 +82,8 @@ def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any
     finished = [record for record in records if record.state != "unfinished"]
     output, prompt = sum(record.output_tokens for record in ok), sum(record.prompt_tokens for record in ok)
     rows = [times(record) for record in ok]
-    spreads = {name: spread([row[name] for row in rows if name in row]) for name in LABELS if name != "itl"}
-    spreads["itl"] = spread([1000 * (b - a) for record in ok for a, b in pairwise(record.chunks)])
+    found = {name: [row[name] for row in rows if name in row] for name in LABELS if name != "itl"}
+    found["itl"] = [1000 * (b - a) for record in ok for a, b in pairwise(record.chunks)]
 
     def per_second(count: float) -> float:
         return count / seconds if seconds else 0.0
@@ -109,7 +107,7 @@ def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any
         "output_tok_s": per_second(output),
         "total_tok_s": per_second(prompt + output),
         "peak_concurrency": outcome.peak_concurrency,
-        "ms": {name: spreads[name] for name in LABELS if spreads[name]},
+        "ms": {name: {**spread(found[name], 50, 90, 99), "max": max(found[name])} for name in LABELS if found[name]},
     }
     if targets:
         good = sum(is_good(record, targets) for record in records)
@@ -118,22 +116,11 @@ def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any
     return {**summary, "records": [_row(record) for record in records]}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """The mean of some times, and what half, most and nearly all of them do not exceed."""
-    if not values:
-        return {}
-    marks = {f"p{share}": percentile(values, share) for share in (50, 90, 99)}
-    return {"mean": fmean(values), **marks, "max": max(values)}
-
-
 def tables(summary: dict[str, Any]) -> Group:
     """What happened and how fast, then how long it took."""
     counts = ", ".join(f"{count:,} {state}" for state, count in summary["requests"].items() if count)
     statuses = ", ".join(f"{name}: {count:,}" for name, count in summary["status"].items())
     came, asked = summary["output_tokens"], summary["asked_output_tokens"]
-    totals = Table(title=Text(f"{summary['model']} at {summary['url']}, {summary['endpoint']}"), show_header=False)
-    totals.add_column("")
-    totals.add_column("", justify="right")
     rows = [
         (f"requests, of {summary['planned']:,} planned", counts or "none"),
         ("by HTTP status", statuses or "none"),
@@ -148,15 +135,12 @@ def tables(summary: dict[str, Any]) -> Group:
     if goodput := summary.get("goodput"):
         targets = ", ".join(f"{LABELS[name]} {limit:g} ms" for name, limit in goodput["targets_ms"].items())
         rows.append((f"goodput, requests/s ({targets})", f"{goodput['requests_s']:,.2f} ({goodput['share']:.1%})"))
-    for label, value in rows:
-        totals.add_row(label, Text(value))
-    latencies = Table(caption=Text("\n".join(_notes(summary))), caption_justify="left")
-    latencies.add_column("ms")
-    for column in ("mean", "p50", "p90", "p99", "max"):
-        latencies.add_column(column, justify="right")
-    for name, found in summary["ms"].items():
-        latencies.add_row(LABELS[name], *(f"{value:,.1f}" for value in found.values()))
-    return Group(totals, latencies)
+    times = [(LABELS[name], *(f"{value:,.1f}" for value in found.values())) for name, found in summary["ms"].items()]
+    head = f"{summary['model']} at {summary['url']}, {summary['endpoint']}"
+    return Group(
+        table(head, ("", ""), rows, is_centered=True, has_header=False),
+        table("", ("ms", "mean", "p50", "p90", "p99", "max"), times, "\n".join(_notes(summary))),
+    )
 
 
 def _notes(summary: dict[str, Any]) -> list[str]:

@@ -13,23 +13,31 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from rich.text import Text
 
 from chairlift import __version__
-from chairlift.bench.floor import weights_of
-from chairlift.bench.report import scaled
-from chairlift.bench.twin import Subject
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
+from chairlift.costs.floor import weights_of
+from chairlift.costs.machine import measure_rates
 from chairlift.engine.engine import Engine
+from chairlift.evaluation.twin import Subject
 from chairlift.execution.build import Built, assemble, choose_limits, load_model
-from chairlift.execution.profile import measure_rates
+from chairlift.report.numbers import scaled
+from chairlift.report.tables import Columns, filled
 
 Summary = dict[str, Any]
+COLUMNS: Columns = (
+    ("size", "batch size", "{:,}"),
+    ("steps", "steps", "{:,}"),
+    ("step_ms", "ms a step", "{:,.2f}"),
+    ("output_tok_s", "output tok/s", "{:,.1f}"),
+    ("floor_tok_s", "the floor's tok/s", "{:,.1f}"),
+    ("floor_share", "of the floor", "{:.1%}"),
+)
 SHORT = 64  # the shortest context: an engine tries a step of some tokens when it is made
 WARM = 4  # full steps of each size that are not timed: what is compiled or fetched at first belongs to no size
 LEAST = WARM + 2  # tokens of an answer, the first of which comes with its prompt: one step is timed
@@ -98,8 +106,8 @@ def measure(
     room = Subject(shape, Settings.of(**wanted)).config.max_length
     if prompt + output > room:
         raise ChairliftError(
-            f"prompts of {prompt:,} and answers of {output:,} tokens make {prompt + output:,}, and the context holds "
-            f"{room:,}: lower --prompt or --output"
+            f"prompts of {prompt:,} and answers of {counted(output, 'token')} make {prompt + output:,}, and the "
+            f"context holds {room:,}: lower --prompt or --output"
         )
     notice("loading")
     loaded = load_model(shape, Settings.of(**wanted), progress=False)
@@ -117,8 +125,8 @@ def measure(
         timed = run(built.engine, size, prompt, output, loaded.config.vocab_size, advance)
         if timed.steps < output - 1 - WARM:
             raise ChairliftError(
-                f"{size} sequences of {prompt + output:,} tokens are never in the batch together, for the KV cache "
-                f"holds {built.capacity.tokens:,} tokens: lower --sizes, --prompt or --output"
+                f"{counted(size, 'sequence')} of {counted(prompt + output, 'token')} are never in the batch together, "
+                f"for the KV cache holds {counted(built.capacity.tokens, 'token')}: lower --sizes, --prompt or --output"
             )
         found.append(timed)
     return summarize(found[::-1], built, rates.read_bytes_s) | {
@@ -188,27 +196,13 @@ def title(summary: Summary) -> str:
     )
 
 
-def table(summary: Summary) -> Table:
+def sizes_table(summary: Summary) -> Table:
     """One row for each size."""
     weights, per_token = (scaled(summary[name], "B") for name in ("weight_bytes", "kv_bytes_per_token"))
-    shown = Table(
-        title=Text(title(summary)),
-        title_justify="left",
-        caption=Text(
-            f"steps in which the whole batch decodes; the floor: {weights} of weights once a step\n"
-            f"and {per_token} for each token seen, read at {scaled(summary['read_bytes_s'], 'B/s')} as measured"
-        ),
-        caption_justify="left",
+    return filled(
+        title(summary),
+        COLUMNS,
+        [((), row) for row in summary["sizes"]],
+        f"steps in which the whole batch decodes; the floor: {weights} of weights once a step\n"
+        f"and {per_token} for each token seen, read at {scaled(summary['read_bytes_s'], 'B/s')} as measured",
     )
-    for column in ("batch size", "steps", "ms a step", "output tok/s", "the floor's tok/s", "of the floor"):
-        shown.add_column(column, justify="right")
-    for row in summary["sizes"]:
-        shown.add_row(
-            f"{row['size']:,}",
-            f"{row['steps']:,}",
-            f"{row['step_ms']:,.2f}",
-            f"{row['output_tok_s']:,.1f}",
-            f"{row['floor_tok_s']:,.1f}",
-            f"{row['floor_share']:.1%}",
-        )
-    return shown

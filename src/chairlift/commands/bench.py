@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from chairlift.commands import reports
 from chairlift.commands.command import Command, Group
-from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
+from chairlift.commands.options import with_model, with_settings
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
@@ -37,10 +37,8 @@ def offline(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests of uniform and lognormal.", min=1)] = 64,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
-    ] = "16..256",
-    output_tokens: Annotated[str, typer.Option(help="Answer lengths, in the same way.")] = "16..256",
+    prompt_tokens: reports.PromptTokens = "16..256",
+    output_tokens: reports.OutputTokens = "16..256",
     workload_seed: Annotated[int, typer.Option(help="Another seed draws other lengths and tokens.")] = 0,
     compare: Annotated[
         list[str] | None,
@@ -63,20 +61,19 @@ def offline(
     settings: dict[str, Any],
 ) -> None:
     """A workload given all at once: tokens and requests per second, how long answers take, what the machine allows."""
-    from chairlift.bench import offline, report
-    from chairlift.bench.workloads import Lengths, make
+    from chairlift.bench.offline import Benchmark, offline_table, orientation, run_offline, summarize
+    from chairlift.costs.steps import steps_table
     from chairlift.execution.build import choose_device
+    from chairlift.traffic.workloads import Lengths, make
 
-    if shape and model:
-        raise ChairliftError("--shape and --model exclude each other: give one")
-    if shape:
-        settings["load_format"] = "dummy"
+    chosen = reports.choose_shape(shape, model, settings)
+    reports.check_files(json_file)
     usual = "cpu64" if choose_device(settings["device"]).type == "cpu" else "uniform256"
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
-    benchmark = offline.Benchmark(
-        shape or model or DEFAULT_MODEL,
+    benchmark = Benchmark(
+        chosen,
         settings,
-        lambda encode: make(workload or usual, requests, *lengths, workload_seed, encode),
+        make(workload or usual, requests, *lengths, workload_seed),
         compare=compare or [],
         python=compare_python or sys.executable,
         repeat=repeat,
@@ -84,33 +81,21 @@ def offline(
         temperature=temperature,
         profile_steps=profile_steps,
     )
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
-    made, contenders = offline.run_offline(benchmark, lambda text: notes.print(text, style="dim", markup=False))
-    summary = report.summarize(made, contenders)
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
-    show(report.table(summary))
-    print(*report.orientation(summary), sep="\n")
+    made, contenders = run_offline(benchmark, lambda text: notes.print(text, style="dim", markup=False))
+    summary = summarize(made, contenders)
+    reports.write_numbers(json_file, summary)
+    reports.show(offline_table(summary))
+    print(*orientation(summary), sep="\n")
     if profile_steps:
-        show(report.steps_table(summary["engines"][0]["info"]["steps"]))
+        reports.show(steps_table(summary["engines"][0]["info"]["steps"]))
 
 
 @app.command(cls=Command)
 def scheduler() -> None:
     """What the scheduler itself costs in each step, however many requests wait."""
-    from rich.table import Table
+    from chairlift.costs.scheduler import run, scheduler_table
 
-    from chairlift.bench.scheduler import run
-
-    shown = Table(title="microseconds per step")
-    for column in ("running", "waiting", "plan", "apply", "step"):
-        shown.add_column(column, justify="right")
-    for row in run():
-        shown.add_row(
-            f"{row.running:,}", f"{row.waiting:,}", f"{row.plan_us:,.1f}", f"{row.apply_us:,.1f}", f"{row.step_us:,.1f}"
-        )
-    show(shown)
+    reports.show(scheduler_table(run()))
 
 
 @app.command(cls=Command)
@@ -127,11 +112,9 @@ def serve(
     requests: Annotated[
         int | None, typer.Option(help="At most so many (default: all there are; 64 of uniform and lognormal).", min=1)
     ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
-    ] = "16..256",
-    output_tokens: Annotated[str, typer.Option(help="Answer lengths, in the same way.")] = "16..256",
-    workload_seed: Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and moments.")] = 0,
+    prompt_tokens: reports.PromptTokens = "16..256",
+    output_tokens: reports.OutputTokens = "16..256",
+    workload_seed: reports.TrafficSeed = 0,
     vocab_size: Annotated[
         int | None, typer.Option(help="Keep token ids below this, for a model with a small vocabulary.", min=1)
     ] = None,
@@ -146,10 +129,7 @@ def serve(
             "output_tokens, or as Mooncake, Azure or BurstGPT name them), which gives the lengths too."
         ),
     ] = "poisson",
-    burstiness: Annotated[
-        float | None,
-        typer.Option(help="Of burst's gamma gaps: 1 is Poisson, less comes in clumps (default: 0.25)."),
-    ] = None,
+    burstiness: reports.Burstiness = None,
     duration: Annotated[float | None, typer.Option(help="Send only in the first so many seconds.", min=0)] = None,
     max_concurrency: Annotated[
         int | None,
@@ -172,13 +152,12 @@ def serve(
     import asyncio
 
     from chairlift.bench import serve, serve_report
-    from chairlift.bench.arrivals import Demand
-    from chairlift.bench.workloads import Lengths
     from chairlift.engine.garbage import freeze_loaded, no_full_collections
+    from chairlift.traffic.arrivals import Demand
+    from chairlift.traffic.workloads import Lengths
 
     targets = serve_report.read_targets(goodput or [])
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
+    reports.check_files(json_file)
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     demand = Demand(
         workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration, vocab_size=vocab_size
@@ -208,9 +187,8 @@ def serve(
             raise
         was_interrupted = True
     summary = serve_report.summarize(run.outcome(), targets)
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary) + "\n")
-    show(serve_report.tables(summary))
+    reports.write_numbers(json_file, summary, indent=None)
+    reports.show(serve_report.tables(summary))
     if was_interrupted:
         raise typer.Exit(130)
     if not summary["requests"]["ok"]:
@@ -231,10 +209,3 @@ def progress_bar(total: int) -> Iterator[Callable[[Progress], None]]:
             bar.update(task, completed=found.done, speed=f"{found.tokens / max(found.seconds, 1e-9):,.0f} tok/s")
 
         yield tell
-
-
-def show(table: Any) -> None:
-    """Print a table whole, however narrow a pipe claims to be."""
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 160).print(table)

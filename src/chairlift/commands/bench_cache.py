@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from chairlift.commands.bench import show
-from chairlift.commands.compare import progress_bar
-from chairlift.commands.pictures import check_picture
+from chairlift.commands.reports import JsonFile, check_files, check_picture, progress_bar, show, write_numbers
 from chairlift.core.errors import ChairliftError
 
 
@@ -21,32 +19,35 @@ def cache(
     plot: Annotated[
         Path | None, typer.Option(help="Draw what is found in each size of the cache to this .svg or .png file.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """What the prefix cache costs however much is in it and, on recorded requests, how much it finds.
 
     Eviction is compared with other rules, and with the best one there can be, which knows all that follows.
     """
-    from chairlift.bench import cache_cost, cache_report, cache_trace
+    from chairlift import __version__
+    from chairlift.costs import prefix_cache as costs
+    from chairlift.report.numbers import machine
+    from chairlift.simulation import cache as study
 
     if plot is not None and trace is None:
         raise ChairliftError("--plot draws what is found in a trace: add --trace FILE")
-    if plot is not None:
-        check_picture(plot)
-    for file in (plot, json_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ChairliftError(f"{file} cannot be written: there is no such folder")
-    recorded = cache_trace.read_trace(trace) if trace is not None else None
-    sizes = cache_trace.sizes_of(recorded) if recorded is not None else []
-    total = cache_trace.work(recorded, sizes) if recorded is not None else 0
+    check_picture(plot)
+    check_files(plot, json_file)
+    recorded = study.read_paths(trace) if trace is not None else None
+    sizes = study.sizes_of(recorded) if recorded is not None else []
+    total = study.work(recorded, sizes) if recorded is not None else 0
     with progress_bar(total) as (notice, advance):
-        costs = cache_cost.run(notice=notice)
-        rows = cache_trace.run(recorded, sizes, notice, advance) if recorded is not None else []
-    summary = cache_report.summarize(costs, recorded, rows)
-    show(cache_report.tables(summary))
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+        rows = [asdict(row) for row in costs.run(notice=notice)]
+        summary: dict[str, Any] = {"chairlift": __version__, "machine": machine(), "costs": rows}
+        if recorded is not None:
+            summary["trace"] = study.summarize(recorded, study.run(recorded, sizes, notice, advance))
+    show(costs.cost_table(rows))
+    if recorded is not None:
+        show(study.trace_table(summary["trace"]))
+    write_numbers(json_file, summary)
     if plot is not None:
-        from chairlift.bench.cache_plot import draw
+        from chairlift.bench.plots import cache_hits
+        from chairlift.report.drawing import draw
 
-        draw(summary["trace"], plot)
+        draw(plot, cache_hits, summary["trace"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chairlift.commands.bench import show
-from chairlift.commands.compare import progress_bar
-from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
+from chairlift.commands.options import with_model, with_settings
+from chairlift.commands.reports import JsonFile, check_files, choose_shape, progress_bar, show, write_numbers
 from chairlift.core.errors import ChairliftError
 
 
@@ -26,25 +23,20 @@ def bench_chat(
     user_tokens: Annotated[int, typer.Option(help="Length of a question.", min=1)] = 30,
     answer_tokens: Annotated[int, typer.Option(help="Length of an answer.", min=1)] = 30,
     workload_seed: Annotated[int, typer.Option(help="Another seed draws other tokens.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")] = None,
+    json_file: JsonFile = None,
     *,
     model: str,
     settings: dict[str, Any],
 ) -> None:
     """The same chat sessions with the prefix cache and without: first tokens, prompt tokens computed, speed."""
-    if shape and model:
-        raise ChairliftError("--shape and --model exclude each other: give one")
+    chosen = choose_shape(shape, model, settings)
     if not settings["prefix_cache"]:
         raise ChairliftError("every chat runs with the prefix cache and without: leave out --no-prefix-cache")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
-    from chairlift.bench.chat import Chat, measure, table
+    check_files(json_file)
+    from chairlift.bench.chat import Chat, chat_table, measure
 
-    if shape:
-        settings["load_format"] = "dummy"
     chat = Chat(sessions, turns, system_tokens, user_tokens, answer_tokens, workload_seed)
     with progress_bar(2 * chat.answered) as (notice, advance):
-        summary = measure(shape or model or DEFAULT_MODEL, settings, chat, notice, advance)
-    show(table(summary))
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+        summary = measure(chosen, settings, chat, notice, advance)
+    show(chat_table(summary))
+    write_numbers(json_file, summary)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.reports import show
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
@@ -23,8 +24,7 @@ def kv(
     settings: dict[str, Any],
 ) -> None:
     """Perplexity, greedy tokens, memory and decode speed with keys and values in the model's dtype and in 8 bits."""
-    from chairlift.bench.kv_accuracy import measure, table
-    from chairlift.commands.bench import show
+    from chairlift.evaluation.kv_accuracy import kv_table, measure
 
     try:
         read = text.read_text(errors="replace")
@@ -32,4 +32,4 @@ def kv(
         raise ChairliftError(f"{text} cannot be read: {error.strerror}") from None
     with notes.status("loading") as status:
         found = measure(model, read, settings, repeat, status.update)
-    show(table(found, model))
+    show(kv_table(found, model))

@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from chairlift.commands.bench import show
-from chairlift.commands.compare import progress_bar
 from chairlift.commands.options import DEFAULT_MODEL
-from chairlift.commands.pictures import check_picture
+from chairlift.commands.reports import JsonFile, check_files, check_picture, progress_bar, show, write_numbers
 from chairlift.core.errors import ChairliftError
 
 _FEW, _MANY = "1,2,4,8,16,32,64", "1,2,4,8,16,32,64,128,256"
@@ -32,7 +30,7 @@ def sizes(
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="float32 on a CPU if auto.")
     ] = "auto",
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="Of keys and values.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")] = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw speed by size to this .svg or .png file.")] = None,
     from_json: Annotated[
         Path | None, typer.Option(help="Measure nothing: show and draw the numbers of an earlier --json.")
@@ -42,13 +40,10 @@ def sizes(
 
     The weights are random; nothing is fetched.
     """
-    from chairlift.bench.sizes import measure, read_sizes, table
+    from chairlift.bench.sizes import measure, read_sizes, sizes_table, title
 
-    if plot is not None:
-        check_picture(plot)
-    for file in (plot, json_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ChairliftError(f"{file} cannot be written: there is no such folder")
+    check_picture(plot)
+    check_files(plot, json_file)
     if from_json is not None:
         summary = read(from_json)
     else:
@@ -58,22 +53,22 @@ def sizes(
         settings = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype}
         with progress_bar(sum(chosen) * output) as (notice, advance):
             summary = measure(shape, chosen, prompt, output, settings, notice, advance)
-    show(table(summary))
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n")
+    show(sizes_table(summary))
+    write_numbers(json_file, summary)
     if plot is not None:
-        from chairlift.bench.sizes_plot import draw
+        from chairlift.bench.plots import batch_sizes
+        from chairlift.report.drawing import draw
 
-        draw(summary, plot)
+        draw(plot, batch_sizes, summary, title(summary))
 
 
 def read(file: Path) -> dict[str, Any]:
     """The numbers of an earlier run."""
-    from chairlift.bench.sizes import table
+    from chairlift.bench.sizes import sizes_table
 
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        table(found)
+        sizes_table(found)
     except OSError as error:
         raise ChairliftError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from chairlift.commands.bench import show
-from chairlift.commands.options import DEFAULT_MODEL, with_model, with_settings
-from chairlift.commands.pictures import need_matplotlib
+from chairlift.commands import reports
+from chairlift.commands.options import with_model, with_settings
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import options
@@ -49,20 +44,16 @@ def compare(
         ),
     ] = "halves",
     requests: Annotated[int | None, typer.Option(help="How many (default: the workload's own number).", min=1)] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
-    ] = "16..256",
-    output_tokens: Annotated[str, typer.Option(help="Answer lengths, in the same way.")] = "16..256",
-    workload_seed: Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and moments.")] = 0,
+    prompt_tokens: reports.PromptTokens = "16..256",
+    output_tokens: reports.OutputTokens = "16..256",
+    workload_seed: reports.TrafficSeed = 0,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second (default: all at once, or a recording's own).")
     ] = None,
     arrivals: Annotated[
         str, typer.Option(help="poisson, constant, burst, or a recording, which gives the lengths too.")
     ] = "poisson",
-    burstiness: Annotated[
-        float | None, typer.Option(help="Of burst's gamma gaps: 1 is Poisson, less comes in clumps (default: 0.25).")
-    ] = None,
+    burstiness: reports.Burstiness = None,
     duration: Annotated[float | None, typer.Option(help="Ask only in the first so many seconds.", min=0)] = None,
     deadline: Annotated[
         float, typer.Option(help="Of deadlines: seconds to the tightest; others have 2, 4 and 8 times as long.", min=0)
@@ -103,22 +94,19 @@ def compare(
 
     How long an answer becomes is hidden from the scheduler, as in life; only the oracle predictor knows.
     """
-    from chairlift.bench import compare_report, mixes
-    from chairlift.bench.arrivals import Demand
+    from chairlift.bench import compare_report
     from chairlift.bench.compare import Comparison
-    from chairlift.bench.workloads import Lengths
+    from chairlift.traffic import mixes
+    from chairlift.traffic.arrivals import Demand
+    from chairlift.traffic.workloads import Lengths
 
-    if shape and model:
-        raise ChairliftError("--shape and --model exclude each other: give one")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ChairliftError(f"{json_file} cannot be written: there is no such folder")
+    chosen = reports.choose_shape(shape, model, settings)
+    reports.check_files(json_file)
     if output is not None and output.exists() and not output.is_dir():
         raise ChairliftError(f"{output} is a file, not a folder for pictures: name another")
     if output is not None:
-        need_matplotlib("--output", "--json FILE writes the numbers without")
+        reports.need_matplotlib("--output", "--json FILE writes the numbers without")
     settings["max_sequences"] = max_sequences
-    if shape:
-        settings["load_format"] = "dummy"
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     demand = Demand(workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration)
     axes = {
@@ -129,12 +117,11 @@ def compare(
         "preemption": preemption or [],
     }
     comparison = Comparison(
-        shape or model or DEFAULT_MODEL,
+        chosen,
         settings,
         axes,
-        lambda encode: mixes.make(
+        mixes.make(
             demand,
-            encode,
             deadline=deadline,
             cap=max_tokens,
             lengths_are_known=lengths_are_known,
@@ -146,40 +133,21 @@ def compare(
     )
     was_interrupted = False
     try:
-        with progress_bar(comparison.tokens) as (notice, advance):
+        with reports.progress_bar(comparison.tokens) as (notice, advance):
             comparison.run(notice, advance)
     except KeyboardInterrupt:
         if not any(cell.runs for cell in comparison.cells):
             raise
         was_interrupted = True
     summary = compare_report.summarize(comparison)
-    show(compare_report.tables(summary))
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary) + "\n")
+    reports.show(compare_report.tables(summary))
+    reports.write_numbers(json_file, summary, indent=None)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "numbers.json").write_text(json.dumps(summary) + "\n")
+        reports.write_numbers(output / "numbers.json", summary, indent=None)
         from chairlift.bench.plots import draw_all
 
         drawn = draw_all(summary, output, picture)
         notes.print(f"drew {', '.join(map(str, drawn))}", style="dim", markup=False)
     if was_interrupted:
         raise typer.Exit(130)
-
-
-@contextmanager
-def progress_bar(tokens: int) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """What shows the run under way and how far all of them are, on stderr where someone watches."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    is_seen = sys.stderr.isatty()
-    with Progress(*columns, console=notes, transient=True, disable=not is_seen) as bar:
-        task = bar.add_task("", total=tokens)
-
-        def notice(text: str) -> None:
-            bar.update(task, description=text)
-            if not is_seen:
-                notes.print(text, style="dim", markup=False)
-
-        yield notice, lambda count: bar.advance(task, count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chairlift.commands.options import DEFAULT_MODEL
+from chairlift.commands.reports import check_files, show, write_numbers
 from chairlift.commands.screen import notes
-from chairlift.core.errors import ChairliftError
 from chairlift.core.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from chairlift.execution.profile import Machine
+    from chairlift.costs.machine import Machine
 
 
 def profile(
@@ -35,21 +34,19 @@ def profile(
 
     The weights are random; nothing is fetched.
     """
-    from chairlift.commands.bench import show
     from chairlift.core.settings import Settings
+    from chairlift.costs.machine import measure_machine
     from chairlift.execution.build import load_model
-    from chairlift.execution.profile import measure_machine
     from chairlift.models.sources import cache_folder
 
     file = out or cache_folder().parent / "profile.json"
     if out is None:
         file.parent.mkdir(parents=True, exist_ok=True)
-    elif not file.absolute().parent.is_dir():
-        raise ChairliftError(f"{file} cannot be written: there is no such folder")
+    check_files(file)
     loaded = load_model(shape, Settings.of(load_format="dummy", device=device, dtype=dtype))
     with notes.status("measuring") as status:
-        machine = measure_machine(loaded, lambda doing: status.update(f"measuring: {doing}"))
-    file.write_text(json.dumps({"shape": shape, **asdict(machine)}, indent=2) + "\n")
+        machine = measure_machine(loaded.decoder, lambda doing: status.update(f"measuring: {doing}"))
+    write_numbers(file, {"shape": shape, **asdict(machine)})
     for table in tables(machine, shape):
         show(table)
     notes.print(f"written to {file}", style="dim", markup=False)
@@ -57,36 +54,41 @@ def profile(
 
 def tables(machine: Machine, shape: str) -> list[Table]:
     """The machine, and its products by matrix and rows."""
-    from rich.table import Table
+    from chairlift.report.numbers import scaled
+    from chairlift.report.tables import table
 
-    from chairlift.bench.report import scaled
-
-    facts = Table(title=f"{machine.device}, {machine.dtype}, {counted(machine.threads, 'thread')}", show_header=False)
-    facts.add_column("")
-    facts.add_column("", justify="right")
-    facts.add_row("reads memory at", scaled(machine.rates.read_bytes_s, "B/s"))
-    facts.add_row("multiplies large matrices at", scaled(machine.rates.flops_s, "FLOP/s"))
+    facts: list[tuple[str, str] | None] = [
+        ("reads memory at", scaled(machine.rates.read_bytes_s, "B/s")),
+        ("multiplies large matrices at", scaled(machine.rates.flops_s, "FLOP/s")),
+    ]
     for label, value, unit in (
         ("copies to the device at", machine.to_device_bytes_s, "B/s"),
         ("copies to the host at", machine.to_host_bytes_s, "B/s"),
         ("pays for a launch", machine.launch_s, "s"),
     ):
         if value is not None:
-            facts.add_row(label, scaled(value, unit))
+            facts.append((label, scaled(value, unit)))
     if machine.cost is not None:
         cost = machine.cost
-        facts.add_section()
-        facts.add_row(f"a step of {shape}, whatever is in it", scaled(cost.fixed + cost.weights, "s"))
-        facts.add_row("each token of a large step", scaled(cost.token, "s"))
-        facts.add_row("a thousand cached tokens that a decode reads", scaled(1000 * cost.context, "s"))
-        facts.add_row("moving a block of the cache to the host", scaled(cost.block_copy, "s"))
+        facts += [
+            None,
+            (f"a step of {shape}, whatever is in it", scaled(cost.fixed + cost.weights, "s")),
+            ("each token of a large step", scaled(cost.token, "s")),
+            ("a thousand cached tokens that a decode reads", scaled(1000 * cost.context, "s")),
+            ("moving a block of the cache to the host", scaled(cost.block_copy, "s")),
+        ]
     rates = {(each.matrix, each.rows): each.flops_s for each in machine.products}
     rows = sorted({each.rows for each in machine.products})
-    products = Table(title=f"{shape}: FLOP/s of a product with so many rows")
-    products.add_column("matrix")
-    for count in rows:
-        products.add_column(f"{count:,}", justify="right")
-    for each in {each.matrix: each for each in machine.products}.values():
-        cells = (scaled(rates[each.matrix, count], "") if (each.matrix, count) in rates else "" for count in rows)
-        products.add_row(f"{each.matrix} {each.outputs:,} x {each.inputs:,}", *cells)
-    return [facts, products]
+    products = [
+        (
+            f"{each.matrix} {each.outputs:,} x {each.inputs:,}",
+            *(scaled(rates[each.matrix, count], "") if (each.matrix, count) in rates else "" for count in rows),
+        )
+        for each in {each.matrix: each for each in machine.products}.values()
+    ]
+    head = f"{machine.device}, {machine.dtype}, {counted(machine.threads, 'thread')}"
+    columns = ("matrix", *(f"{count:,}" for count in rows))
+    return [
+        table(head, ("", ""), facts, is_centered=True, has_header=False),
+        table(f"{shape}: FLOP/s of a product with so many rows", columns, products, is_centered=True),
+    ]

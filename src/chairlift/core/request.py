@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from chairlift.core.blocks import BlockTable
 from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.prefix_cache import Prefix
-
-if TYPE_CHECKING:
-    from chairlift.core.beams import Beams
-
 
 EVERY = 1 << 30  # alternatives: more than any vocabulary has
 Processor = Callable[[list[int], list[int], Any], Any]  # of prompt ids, output ids and logits; the changed logits
@@ -77,6 +73,15 @@ class Request:
         return own if self.params.ignore_eos else own | self.eos_ids
 
 
+class Search(Protocol):
+    """What a sequence knows of the beam search that it is part of; `beams.py` has the search itself."""
+
+    members: list[Sequence]
+
+    def withdraw(self) -> None:
+        """Forget this round's offers: the members are preempted, and offer again when they are resumed."""
+
+
 class Sequence:
     """One answer in the making: its tokens, of which the first `computed` have keys and values in the cache.
 
@@ -129,7 +134,7 @@ class Sequence:
         self.preemptions = 0  # times it had to yield
         self.table = BlockTable()
         self.saved = BlockTable()  # blocks in host memory while it is away
-        self.beams: Beams | None = None  # the search that it is part of
+        self.beams: Search | None = None  # the search that it is part of
         self.followers: list[Sequence] = []  # preempted beams that are resumed together with this one
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat

@@ -197,7 +197,7 @@ class Scheduler:
         """Take in a token with which there may be more to do; the news if it is not just the token."""
         if sequence.phase is Phase.DONE:
             return []  # it ended while this step was in flight: the token is one too many
-        if sequence.beams is not None:
+        if isinstance(sequence.beams, Beams):
             return self._search(sequence, sequence.beams, scored)
         sequence.tokens.append(token)
         reason = None

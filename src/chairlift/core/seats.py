@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from chairlift.core.beams import Beams
 from chairlift.core.counters import Counters
 from chairlift.core.memory import Memory
 from chairlift.core.plan import StepPlan
 from chairlift.core.policy import Policy
 from chairlift.core.queue import WaitingQueue
-from chairlift.core.request import Phase, Sequence
+from chairlift.core.request import Phase, Search, Sequence
 
 _by_rank = attrgetter("rank")
 
@@ -108,7 +107,7 @@ class Seats:
         self._memory.grow(step, sequence, length)
         return True
 
-    def may_search(self, step: StepPlan, sequence: Sequence, beams: Beams) -> bool:
+    def may_search(self, step: StepPlan, sequence: Sequence, beams: Search) -> bool:
         """Whether a beam goes on in this step: not while others have yet to offer, nor without room for all of them."""
         if sequence.computed >= len(sequence.tokens):
             return False

@@ -20,10 +20,10 @@ from chairlift.core.errors import ModelError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
+from chairlift.costs.calibrate import calibrate
+from chairlift.costs.dry_run import compile_kernels, dry_run
 from chairlift.engine.engine import Engine
-from chairlift.execution.calibrate import calibrate
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
-from chairlift.execution.dry_run import compile_kernels, dry_run
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.json_file import read_json

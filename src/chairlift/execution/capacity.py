@@ -11,7 +11,7 @@ import torch
 from chairlift.core.errors import CapacityError
 from chairlift.core.limits import Limits
 from chairlift.core.words import counted
-from chairlift.execution.dry_run import dry_run
+from chairlift.costs.dry_run import dry_run
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.ops.kv_cache import bytes_per_token

@@ -11,7 +11,8 @@ import torch
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Sequence
 from chairlift.execution.sharing import Grouping, HostShared
-from chairlift.ops.batch import Batch, HostBatch, Shared, count_decodes, look_up, send
+from chairlift.ops.batch import Batch, HostBatch, Shared, count_decodes, send
+from chairlift.ops.look_up import look_up
 
 
 class Flat(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from chairlift.core.request import Processor, Sequence
 from chairlift.ops import sampling
+from chairlift.ops.filters import Filters
 
 _WIDE = (1 << 64) - 1
 _LARGEST = 1e38  # that a single-precision number can hold, about; what is beyond it makes no difference
@@ -92,7 +93,7 @@ class Sampler:
         top_k = self._top_k[rows]
         temperature, top_p, min_p = self._send(shares)
         is_filtered = (top_k > 0).any() or (shares[1] < 1).any() or (shares[2] > 0).any()
-        filters = sampling.Filters(self._send(top_k), top_p, min_p) if is_filtered else None
+        filters = Filters(self._send(top_k), top_p, min_p) if is_filtered else None
         return sampling.draw(logits, temperature, self._send(self._keys(rows, positions)), filters)
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

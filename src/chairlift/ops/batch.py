@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from chairlift.ops.triton_found import HAS_TRITON
-
 _ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
 
 # What ops take and give: a torch tensor, or a NumPy array where compiled CPU kernels run. A layer makes six calls, and
@@ -135,23 +133,3 @@ def send(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     found = pinned.to(device, non_blocking=True)
     begins = [0, *ends[:-1]]
     return [found[begin : begin + each.size].view(each.shape) for begin, each in zip(begins, arrays, strict=True)]
-
-
-def look_up(
-    rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, tables: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of decodes at some rows and positions: their tokens, slots, contexts and block tables, from those of all rows."""
-    if rows.is_cuda and HAS_TRITON:
-        from chairlift.ops import fused_cuda
-
-        return fused_cuda.look_up(rows, positions, tokens, tables, block_size)
-    return look_up_reference(rows, positions, tokens, tables, block_size)
-
-
-def look_up_reference(
-    rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, tables: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in plain torch."""
-    own = tables[rows]
-    blocks = own.gather(1, (positions // block_size).long()[:, None])[:, 0].long()
-    return tokens[rows, positions], blocks * block_size + positions % block_size, positions + 1, own

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from numba import njit, prange
 
+from chairlift.ops.filters import Filters
 from chairlift.ops.triton_found import HAS_TRITON
 
 _CANDIDATES = 1024  # on the CPU, top-p looks at this many tokens before it sorts the whole vocabulary
 _MASK = 0xFFFFFFFF
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-
-
-class Filters(NamedTuple):
-    """What each row keeps of the vocabulary: min_p comes first, then top_k, then top_p."""
-
-    top_k: torch.Tensor  # 0: all
-    top_p: torch.Tensor
-    min_p: torch.Tensor
 
 
 def is_fused(logits: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.ops.sampling import Filters
+from chairlift.ops.filters import Filters
 
 _PROGRAMS = 512  # that share a batch of rows, about: a few for each of a GPU's processors; no row has more
 _TILE = 2048  # logits that a program looks at together

@@ -12,10 +12,10 @@ import torch
 
 from chairlift import __version__
 from chairlift.bench.peers import Finished, Task
-from chairlift.bench.steps import Stopwatch
 from chairlift.core.params import SamplingParams
+from chairlift.costs.machine import measure_rates
+from chairlift.costs.steps import Stopwatch
 from chairlift.execution.build import choose_device
-from chairlift.execution.profile import measure_rates
 from chairlift.llm import LLM
 
 STEPS = "steps.json"  # in the scratch folder: what steps cost, if that was asked

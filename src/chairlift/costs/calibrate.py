@@ -1,0 +1,58 @@
+"""What steps cost on this machine, from a few that are timed at start; the engine corrects it as it runs."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from chairlift.core.cost import Cost
+from chairlift.costs.dry_run import dry_run
+from chairlift.models.config import ModelConfig
+from chairlift.models.decoder import Decoder
+from chairlift.models.loader import tensor_shapes
+from chairlift.ops.kv_cache import KvCache
+
+_MANY = 128  # tokens of a step whose arithmetic outweighs reading the weights
+_MOVED = 8  # blocks
+
+
+def calibrate(decoder: Decoder, cache: KvCache, tokens: int = _MANY) -> Cost:
+    """Time a step of one token and one of many, and a copy of a few blocks; kernels must have been compiled."""
+    one, many = (_seconds(decoder, count, cache) for count in (1, tokens))
+    config = decoder.config
+    token = many / tokens
+    # Attention's share follows from the arithmetic: a pair costs 4 operations an element, a token 2 a weight.
+    pair = token * 4 * config.heads * config.head_dim * config.layers / (2 * _weights(config))
+    return Cost(
+        fixed=0.05 * one, weights=one, token=token, context=2 * pair, pair=pair, block_copy=_copy_seconds(cache)
+    )
+
+
+def _weights(config: ModelConfig) -> int:
+    return sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+
+
+def _seconds(decoder: Decoder, tokens: int, cache: KvCache) -> float:
+    took = []
+    for _ in range(2):
+        _synchronize(decoder.device)
+        start = time.monotonic()
+        dry_run(decoder, tokens=tokens, samples=1, block_size=cache.block_size, kv_dtype=cache.dtype)
+        _synchronize(decoder.device)
+        took.append(time.monotonic() - start)
+    return min(took)
+
+
+def _copy_seconds(cache: KvCache) -> float:
+    """To bring one block to the host; pageable memory and no overlap, so rather too much."""
+    moved = min(_MOVED, cache.blocks)
+    cache.data[:, :moved].cpu().clone()
+    start = time.monotonic()
+    cache.data[:, :moved].cpu().clone()
+    return (time.monotonic() - start) / moved
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,136 @@
+"""What the prefix cache costs: microseconds to find, hold, keep and evict, however many blocks are cached."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from struct import unpack
+from time import perf_counter
+from typing import Any
+
+from rich.table import Table
+
+from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.words import counted
+from chairlift.report.tables import Columns, filled
+
+COLUMNS: Columns = (
+    ("cached", "cached\nblocks", "{:,}"),
+    ("match_us", "find 8,000\ntokens", "{:,.0f}"),
+    ("lock_us", "hold\nthem", "{:,.0f}"),
+    ("insert_us", "insert\na block", "{:.2f}"),
+    ("evict_us", "evict\na block", "{:.2f}"),
+)
+_BLOCK = 16
+_WIDTH = 4 * _BLOCK  # bytes of a block's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """Medians, in microseconds."""
+
+    cached: int  # blocks, as many as there are
+    match_us: float  # to find a prompt, all of which is cached, from its list of tokens
+    lock_us: float  # to hold what was found
+    insert_us: float  # to keep one block
+    evict_us: float  # to give one up and take it
+
+
+def run(
+    cached: Sequence[int] = (1000, 10_000, 100_000, 1_000_000),
+    *,
+    prompt: int = 8000,
+    repeat: int = 100,
+    notice: Callable[[str], None] = lambda text: None,
+) -> list[CostRow]:
+    """Time the engine's own cache, full of random prompts of `prompt` tokens.
+
+    >>> [row.cached for row in run((4, 8), prompt=32, repeat=2)]
+    [4, 8]
+    """
+    rows = []
+    for blocks in cached:
+        notice(f"{counted(blocks, 'cached block')}")
+        with _without_collection():
+            rows.append(_measure(blocks, prompt, repeat))
+    return rows
+
+
+def _measure(blocks: int, prompt: int, repeat: int) -> CostRow:
+    length = prompt // _BLOCK  # of a prompt, in blocks
+    count = blocks // length
+    pool = BlockPool(count * length, _BLOCK)
+    cache = PrefixCache(pool)
+    for number in range(count):
+        _add(pool, cache, _key(number, length))
+    r = Random(0)
+    matches, locks = [], []
+    for _ in range(repeat):
+        tokens = list(unpack(f"{length * _BLOCK}i", _key(r.randrange(count), length)))
+        began = perf_counter()
+        path: list[Node] = []
+        cache.match(path, "", packed(tokens), length)
+        found = perf_counter()
+        table = BlockTable()
+        pool.share(table, [node.block for node in path])
+        held = perf_counter()
+        assert len(path) == length, "all of it is cached"
+        matches.append(found - began)
+        locks.append(held - found)
+        pool.release(table)
+    assert not pool.free, "each block that is taken now must be evicted"
+    evictions, inserts = zip(
+        *(_add(pool, cache, _key(count + number, length)) for number in range(repeat)), strict=True
+    )
+    return CostRow(
+        count * length,
+        match_us=median(matches) * 1e6,
+        lock_us=median(locks) * 1e6,
+        insert_us=median(inserts) * 1e6,
+        evict_us=median(evictions) * 1e6,
+    )
+
+
+def _key(number: int, length: int) -> bytes:
+    """A random prompt, the same each time, of token ids such as vocabularies have."""
+    return array("i", array("H", Random(number).randbytes(2 * length * _BLOCK))).tobytes()
+
+
+def _add(pool: BlockPool, cache: PrefixCache, key: bytes) -> tuple[float, float]:
+    """Let a prompt be cached; seconds for each block to take it, and to keep it."""
+    table = BlockTable()
+    began = perf_counter()
+    pool.grow(table, len(key) // 4)
+    taken = perf_counter()
+    node = cache.root("")
+    for place, block in enumerate(table.blocks):
+        kept = cache.insert(node, key[place * _WIDTH : (place + 1) * _WIDTH], block)
+        assert kept is not None, "no two prompts are the same"
+        node = kept
+    ended = perf_counter()
+    count = len(table.blocks)
+    pool.release(table)
+    return (taken - began) / count, (ended - taken) / count
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No pauses to look for garbage: there is none, and they would fall on whatever is timed just then."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def cost_table(costs: Sequence[dict[str, Any]]) -> Table:
+    """A row for each number of cached blocks."""
+    return filled("the prefix cache, microseconds", COLUMNS, [((), row) for row in costs])

@@ -1,0 +1,93 @@
+"""What the scheduler itself costs: microseconds to plan and to take in a step of decodes, however many wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+
+from rich.table import Table
+
+from chairlift.core.blocks import BlockPool
+from chairlift.core.limits import Limits
+from chairlift.core.params import SamplingParams
+from chairlift.core.plan import StepResult
+from chairlift.core.request import Request
+from chairlift.core.scheduler import Scheduler
+from chairlift.report.tables import Columns, filled
+
+COLUMNS: Columns = (
+    ("running", "running", "{:,}"),
+    ("waiting", "waiting", "{:,}"),
+    ("plan_us", "plan", "{:,.1f}"),
+    ("apply_us", "apply", "{:,.1f}"),
+    ("step_us", "step", "{:,.1f}"),
+)
+_BLOCK = 16
+_TOKEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerRow:
+    """The median cost of a steady step: every seat decodes one token, nobody joins and nobody leaves."""
+
+    running: int
+    waiting: int
+    plan_us: float
+    apply_us: float
+
+    @property
+    def step_us(self) -> float:
+        """Both together."""
+        return self.plan_us + self.apply_us
+
+
+def run(
+    running: int = 256, waiting: Sequence[int] = (10, 1000, 100_000), *, warmup: int = 50, steps: int = 400
+) -> list[SchedulerRow]:
+    """Time the real scheduler, without an executor, for each length of the queue.
+
+    >>> [row.waiting for row in run(running=2, waiting=(0, 3), warmup=1, steps=2)]
+    [0, 3]
+    """
+    return [_measure(running, queued, warmup, steps) for queued in waiting]
+
+
+def _measure(running: int, waiting: int, warmup: int, steps: int) -> SchedulerRow:
+    # Room for every seat's whole answer, so that no measured step preempts; the seats alone keep the others waiting.
+    length = _BLOCK + 1 + warmup + steps + 1
+    limits = Limits(running, running * _BLOCK, max_length=length, vocab_size=_TOKEN + 1)
+    scheduler = Scheduler(limits, BlockPool(2 * running * -(-length // _BLOCK), _BLOCK))
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    for number in range(running + waiting):
+        # Prompts of all lengths up to a block, so that every step needs as many new blocks as any other.
+        scheduler.submit(Request(str(number), [_TOKEN] * (1 + number % _BLOCK), params))
+    _step(scheduler)  # the prompts of all seats
+    for _ in range(warmup):
+        _step(scheduler)
+    times = [_step(scheduler) for _ in range(steps)]
+    assert len(scheduler.running) == running and len(scheduler.waiting) == waiting
+    return SchedulerRow(
+        running,
+        waiting,
+        plan_us=median(planned for planned, _ in times) * 1e6,
+        apply_us=median(applied for _, applied in times) * 1e6,
+    )
+
+
+def _step(scheduler: Scheduler) -> tuple[float, float]:
+    """One step; seconds to plan it and to take it in."""
+    began = perf_counter()
+    plan = scheduler.plan(0.0)
+    planned = perf_counter()
+    result = StepResult([_TOKEN] * len(plan.samples))
+    applying = perf_counter()
+    scheduler.apply(plan, result)
+    return planned - began, perf_counter() - applying
+
+
+def scheduler_table(rows: Sequence[SchedulerRow]) -> Table:
+    """A row for each length of the queue."""
+    numbers = [{**asdict(row), "step_us": row.step_us} for row in rows]
+    return filled("microseconds per step", COLUMNS, [((), each) for each in numbers], is_centered=True)

@@ -1,0 +1,122 @@
+"""What a KV cache of 8 bits costs and gives: perplexity, greedy tokens, memory and speed, beside the model's dtype."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from chairlift.core.errors import ChairliftError
+from chairlift.core.params import SamplingParams
+from chairlift.core.words import counted
+from chairlift.llm import LLM
+from chairlift.ops.kv_quant import KV_DTYPES
+from chairlift.report.tables import table
+
+TEXT_TOKENS = 1500
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 100, 64
+BATCH, CONTEXT, DECODED = 16, 1000, 24
+LENGTH = 2048  # the longest sequence above, with room
+
+
+@dataclass(slots=True)
+class Measured:
+    """One kind of cache."""
+
+    kv_dtype: str
+    bytes_per_token: int
+    perplexity: float
+    likeliest: list[int]  # at each place of the text, given what the text has before it
+    answers: list[list[int]]
+    speeds: list[float] = field(default_factory=list)  # decoded tokens per second, by turn
+
+
+def measure(
+    model: str, text: str, settings: dict[str, Any], repeat: int = 5, notice: Callable[[str], None] = lambda _text: None
+) -> list[Measured]:
+    """The model's dtype first, then the kv_dtype of the settings, or each there is, on the same text and prompts.
+
+    Speeds are measured in turn, so that a busy machine is unfair to all alike.
+    """
+    engines, found = [], []
+    wanted = settings.get("kv_dtype") or "auto"
+    for kv_dtype in ("auto", *(KV_DTYPES if wanted == "auto" else [wanted])):
+        notice(f"{kv_dtype}: perplexity and answers")
+        room = {"max_length": LENGTH, "kv_tokens": BATCH * (CONTEXT + 2 * DECODED), "max_sequences": BATCH}
+        llm = LLM(model, progress=False, **{**room, **settings, "kv_dtype": kv_dtype})
+        engines.append(llm)
+        found.append(_judge(llm, kv_dtype, text))
+    for turn in range(repeat + 1):
+        for llm, each in zip(engines, found, strict=True):
+            notice(f"{each.kv_dtype}: decoding, turn {turn} of {repeat}")
+            speed = _decode(llm)
+            if turn:  # the first one fills the prefix cache, so that in the others all sequences decode together
+                each.speeds.append(speed)
+    return found
+
+
+def _judge(llm: LLM, kv_dtype: str, text: str) -> Measured:
+    if llm.tokenizer is None:
+        raise ChairliftError(f"{llm.model} has no tokenizer, and perplexity is that of a text: use another model")
+    ids = llm.tokenizer.encode(text)[:TEXT_TOKENS]
+    if len(ids) < PROMPTS * PROMPT_TOKENS:
+        raise ChairliftError(
+            f"the text has {counted(len(ids), 'token')}: give one of {PROMPTS * PROMPT_TOKENS} or more"
+        )
+    scored = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))[0]
+    entries = (scored.prompt_logprobs or [])[1:]
+    logprobs = [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True) if entry]
+    likeliest = [token for entry in entries if entry for token, found in entry.items() if found.rank == 1]
+    prompts = [ids[start : start + PROMPT_TOKENS] for start in range(0, PROMPTS * PROMPT_TOKENS, PROMPT_TOKENS)]
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    answers = [result.outputs[0].token_ids for result in llm.generate(prompts, greedy)]
+    perplexity = math.exp(-statistics.fmean(logprobs))
+    return Measured(kv_dtype, llm.capacity.bytes_per_token, perplexity, likeliest, answers)
+
+
+def _decode(llm: LLM) -> float:
+    """Tokens per second of a full batch with long contexts."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(llm.config.vocab_size) for _ in range(CONTEXT)] for _ in range(BATCH)]
+    results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True))
+    return BATCH / statistics.median(result.metrics.tpot or math.nan for result in results)
+
+
+def kv_table(found: list[Measured], model: str) -> Table:
+    """One column for each kind of cache."""
+    exact = found[0]
+    tokens = PROMPTS * ANSWER_TOKENS
+    rows: list[tuple[str, Callable[[Measured], str]]] = [
+        ("bytes a token", lambda each: f"{each.bytes_per_token:,}"),
+        ("tokens in the same memory", lambda each: f"{exact.bytes_per_token / each.bytes_per_token:.2f}x"),
+        (f"perplexity, {counted(len(exact.likeliest), 'token')}", lambda each: f"{each.perplexity:.3f}"),
+        ("same likeliest next token", lambda each: f"{_share(each.likeliest, exact.likeliest):.1%}"),
+        (f"same token in {tokens} decoded greedily", lambda each: f"{_share(_flat(each), _flat(exact)):.1%}"),
+        (
+            f"decoding {counted(BATCH, 'sequence')} at {counted(CONTEXT, 'token')}",
+            lambda each: f"{statistics.median(each.speeds):,.1f} tok/s",
+        ),
+        (
+            "its ratio, median of turns",
+            lambda each: f"{statistics.median(a / b for a, b in zip(each.speeds, exact.speeds, strict=True)):.2f}x",
+        ),
+    ]
+    return table(
+        f"{model}: keys and values in 8 bits",
+        ("", *(each.kv_dtype for each in found)),
+        [(label, *map(cell, found)) for label, cell in rows],
+        is_centered=True,
+    )
+
+
+def _flat(each: Measured) -> list[int]:
+    return [token for answer in each.answers for token in answer]
+
+
+def _share(got: list[int], expected: list[int]) -> float:
+    return statistics.fmean(a == b for a, b in zip(got, expected, strict=True))

@@ -1,0 +1,63 @@
+"""Tables for a reader: labels at the left, numbers at the right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+Cells = Sequence[str | Text]
+Columns = Sequence[tuple[str, str, str]]  # of each: a number's name, its label, how it is written
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Cells | None],
+    caption: str = "",
+    *,
+    labels: int = 1,
+    is_centered: bool = False,
+    has_header: bool = True,
+) -> Table:
+    """Rows under their columns, of which the first `labels` hold text; None draws a line between two rows.
+
+    What a user has named, such as a file or a model, is shown as it is: nothing in it is markup.
+    """
+    shown = Table(
+        title=Text(title) if title else None,
+        title_justify="center" if is_centered else "left",
+        caption=Text(caption) if caption else None,
+        caption_justify="left",
+        show_header=has_header,
+    )
+    for number, column in enumerate(columns):
+        is_label = number < labels
+        shown.add_column(column, justify="left" if is_label else "right", no_wrap=not is_label)
+    for row in rows:
+        if row is None:
+            shown.add_section()
+        else:
+            shown.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return shown
+
+
+def filled(
+    title: str,
+    columns: Columns,
+    rows: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
+    caption: str = "",
+    *,
+    is_centered: bool = False,
+) -> Table:
+    """Numbers by name, each row under its own labels; a column that would be empty is left out."""
+    used = [column for column in columns if any(column[0] in numbers for _, numbers in rows)]
+    labels = len(rows[0][0]) if rows else 0
+    cells = [
+        (*names, *(form.format(numbers[key]) if key in numbers else "" for key, _, form in used))
+        for names, numbers in rows
+    ]
+    heads = [""] * labels + [label for _, label, _ in used]
+    return table(title, heads, cells, caption, labels=labels, is_centered=is_centered)

@@ -1,0 +1,99 @@
+"""Arrivals: when each request is sent and what it asks, drawn from a distribution or replayed from a recording."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, islice, repeat, takewhile
+from pathlib import Path
+
+from chairlift.core.errors import ChairliftError
+from chairlift.traffic.query import Query
+from chairlift.traffic.traces import read_trace
+from chairlift.traffic.workloads import GENERIC, Lengths, make
+
+KINDS = ("poisson", "constant", "burst")
+USUAL = Lengths(16, 256, 64)
+REQUESTS = 64  # of a generic workload, where nothing else says how many
+BURSTINESS = 0.25  # gaps that vary twice as much as a Poisson process's
+
+
+def moments(kind: str, rate: float, burstiness: float | None = None, seed: int = 0) -> Iterator[float]:
+    """When requests leave, without end: the first at once, then `rate` per second on average."""
+    if kind not in KINDS:
+        raise ChairliftError(f"there are no arrivals {kind!r}: use {', '.join(KINDS)}, or a JSONL or CSV file")
+    if not rate > 0:
+        raise ChairliftError(f"the rate is {rate}: use more than 0 requests per second, or inf for all at once")
+    if burstiness is not None and (kind != "burst" or math.isinf(rate)):
+        raise ChairliftError("burstiness shapes the gaps of burst arrivals: add --arrivals burst and a finite --rate")
+    if burstiness is not None and not 0 < burstiness < math.inf:
+        raise ChairliftError(f"the burstiness is {burstiness}: use more than 0; 1 is Poisson, less comes in clumps")
+    if math.isinf(rate):
+        return repeat(0.0)
+    if kind == "constant":
+        return (number / rate for number in count())  # a sum of gaps would drift
+    r, shape = random.Random(seed), BURSTINESS if burstiness is None else burstiness
+    gaps = (r.expovariate(rate) if kind == "poisson" else r.gammavariate(shape, 1 / (rate * shape)) for _ in count())
+    return accumulate(gaps, initial=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked and when, as the command line says it."""
+
+    workload: str = "uniform"
+    requests: int | None = None
+    prompt: Lengths = USUAL
+    output: Lengths = USUAL
+    seed: int = 0
+    arrivals: str = "poisson"
+    rate: float | None = None  # None: all at once, or a recording's own
+    burstiness: float | None = None
+    duration: float | None = None  # seconds in which requests leave
+    vocab_size: int | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the requests come from a recording, which has its own lengths and moments."""
+        return self.arrivals not in KINDS and Path(self.arrivals).is_file()
+
+    def moments(self) -> Iterable[float]:
+        """When requests are sent: all at once, unless there is a rate."""
+        times = moments(self.arrivals, math.inf if self.rate is None else self.rate, self.burstiness, self.seed)
+        return times if self.duration is None else takewhile(self._is_in_time, times)
+
+    def queries(self) -> list[Query]:
+        """Every request of the run, in the order they are sent; the server's tokenizer reads texts, not we."""
+        if self.is_recorded:
+            return self._recorded()
+        times, limit = self.moments(), self.requests
+        if self.workload in GENERIC:
+            if limit is None and (self.duration is None or self.rate is None or math.isinf(self.rate)):
+                limit = REQUESTS
+            times = list(islice(times, limit))
+            limit = len(times)
+        made = make(self.workload, limit or 0, self.prompt, self.output, self.seed).queries
+        found = [replace(query, at=at) for query, at in zip(made, islice(times, limit), strict=False)]
+        return [query.within(self.vocab_size) for query in found] if self.vocab_size else found
+
+    def _recorded(self) -> list[Query]:
+        if self.burstiness is not None:
+            raise ChairliftError("burstiness shapes drawn arrivals, and a recording has its own: leave one of them out")
+        found = at_rate(read_trace(Path(self.arrivals))[: self.requests], self.rate)
+        return found if self.duration is None else list(takewhile(lambda each: self._is_in_time(each.at), found))
+
+    def _is_in_time(self, at: float) -> bool:
+        return self.duration is None or at < self.duration
+
+
+def at_rate(queries: Sequence[Query], rate: float | None) -> list[Query]:
+    """The same, closer together or farther apart, so that `rate` of them leave per second on average."""
+    if rate is None or not queries:
+        return list(queries)
+    if not rate > 0:
+        raise ChairliftError(f"the rate is {rate}: use more than 0 requests per second, or inf for all at once")
+    span = queries[-1].at
+    scale = (len(queries) - 1) / rate / span if span else 0.0
+    return [replace(each, at=each.at * scale) for each in queries]

@@ -1,0 +1,180 @@
+"""Workloads: requests that are all there at once, the same on every machine, drawn from a seed or read from a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from chairlift.core.errors import ChairliftError
+from chairlift.core.values import MOST_COUNT, one_line, show
+from chairlift.traffic.query import Encode, Ids, Query, encoded
+
+SIGMA = 0.8  # of lognormal lengths: most are short and a few ten times as long, as in real traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests under a name."""
+
+    name: str
+    queries: list[Query]
+    group: int = field(default=1, kw_only=True)  # requests that follow each other and begin alike,
+    shared: int = field(default=0, kw_only=True)  # with so many tokens
+
+    @staticmethod
+    def of(name: str, prompts: Sequence[Ids], outputs: Sequence[int], group: int = 1, shared: int = 0) -> Workload:
+        """A workload from prompts and the lengths of their answers."""
+        return Workload(name, list(map(Query, prompts, outputs)), group=group, shared=shared)
+
+    @property
+    def prompts(self) -> list[Ids]:
+        """The prompts in tokens."""
+        return [query.ids for query in self.queries]
+
+    @property
+    def outputs(self) -> list[int]:
+        """The length of every answer, in the order of the requests."""
+        return [query.output_tokens for query in self.queries]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(query.prompt_tokens for query in self.queries)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(self.outputs)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether everything is asked at the very start."""
+        return not any(query.at or query.after for query in self.queries)
+
+    def encoded(self, encode: Encode, vocab_size: int) -> Self:
+        """The same in the tokens of a vocabulary, which may be smaller."""
+        return replace(self, queries=encoded(self.queries, encode, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long prompts or answers are: from low to high, and for skewed lengths their mean."""
+
+    low: int
+    high: int
+    mean: float
+
+    @staticmethod
+    def parse(text: str) -> Lengths:
+        """Read LOW..HIGH, a single length, or MEAN:LOW..HIGH.
+
+        >>> Lengths.parse("64:8..512")
+        Lengths(low=8, high=512, mean=64.0)
+        """
+        try:
+            mean, _, span = text.rpartition(":")
+            low, dots, high = span.partition("..")
+            found = Lengths(int(low), int(high) if dots else int(low), 0.0)
+            found = replace(found, mean=float(mean) if mean else (found.low * found.high) ** 0.5)
+        except ValueError:
+            raise ChairliftError(f"{text!r} is no length: use 128, 100..1024, or 64:8..512 with a mean") from None
+        if not 1 <= found.low <= found.mean <= found.high:
+            raise ChairliftError(f"{text!r} is no length: use 1 or more, the lower first and the mean between them")
+        return found
+
+
+def uniform(n: int, prompt: Lengths, output: Lengths, vocab: int = 10000, seed: int = 0) -> Workload:
+    """Every length between low and high is as likely."""
+    r = random.Random(seed)
+    prompts = [[r.randint(0, vocab) for _ in range(r.randint(prompt.low, prompt.high))] for _ in range(n)]
+    return Workload.of("uniform", prompts, [r.randint(output.low, output.high) for _ in range(n)])
+
+
+def fixed(n: int, prompt: int, output: int, vocab: int = 10000, seed: int = 0) -> Workload:
+    """All of one length."""
+    r = random.Random(seed)
+    return Workload.of("fixed", [[r.randint(0, vocab) for _ in range(prompt)] for _ in range(n)], [output] * n)
+
+
+def groups(n: int, group: int, shared: int, own: int, output: int, vocab: int = 10000, seed: int = 0) -> Workload:
+    """Groups of requests that begin alike, as with a long system prompt, and go on each in its own way."""
+    r = random.Random(seed)
+    heads = [[r.randint(0, vocab) for _ in range(shared)] for _ in range(n)]
+    prompts = [head + [r.randint(0, vocab) for _ in range(own)] for head in heads for _ in range(group)]
+    return Workload.of("groups", prompts, [output] * len(prompts), group, shared)
+
+
+def lognormal(n: int, prompt: Lengths, output: Lengths, seed: int = 0) -> Workload:
+    """Many short and a few long."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+
+    def draw(lengths: Lengths) -> list[int]:
+        drawn = rng.lognormal(np.log(lengths.mean) - SIGMA**2 / 2, SIGMA, n)
+        return [int(length) for length in np.clip(np.round(drawn), lengths.low, lengths.high)]
+
+    prompts, outputs = draw(prompt), draw(output)
+    return Workload.of("lognormal", [rng.integers(10, 31990, length).tolist() for length in prompts], outputs)
+
+
+NAMED: dict[str, Callable[[], Workload]] = {
+    "uniform256": lambda: uniform(256, Lengths(100, 1024, 0), Lengths(100, 1024, 0)),
+    "uniform512": lambda: uniform(512, Lengths(100, 1024, 0), Lengths(100, 1024, 0)),
+    "single": lambda: fixed(1, 128, 256),
+    "prefill8k": lambda: fixed(32, 8192, 1),
+    "groups512": lambda: groups(16, 32, 2048, 64, 64),
+    "cpu64": lambda: lognormal(64, Lengths(8, 512, 64), Lengths(4, 256, 64), seed=1234),
+}
+GENERIC: dict[str, Callable[..., Workload]] = {"uniform": uniform, "lognormal": lognormal}
+
+
+def make(name: str, requests: int, prompt: Lengths, output: Lengths, seed: int) -> Workload:
+    """A workload by its name, of a kind with lengths, or from a JSONL file, which may have texts for prompts."""
+    if name in NAMED:
+        return replace(NAMED[name](), name=name)
+    if name in GENERIC:
+        return GENERIC[name](requests, prompt, output, seed=seed)
+    path = Path(name)
+    if not path.is_file():
+        known = ", ".join([*NAMED, *GENERIC])
+        raise ChairliftError(f"there is no workload {name!r}: use {known}, or a JSONL file")
+    return from_file(path, seed)
+
+
+def from_file(path: Path, seed: int) -> Workload:
+    """Read lines of {"prompt": text} or {"prompt_tokens": how many, or the ids}, each with "output_tokens"."""
+    r = random.Random(seed)
+
+    def query_of(line: Any) -> Query:
+        output = line["output_tokens"]
+        if not isinstance(output, int) or not 1 <= output <= MOST_COUNT:
+            raise ValueError(f"output_tokens is {show(output)}, not 1 to {MOST_COUNT:,}")
+        match line:
+            case {"prompt_tokens": [*ids]} if ids and all(isinstance(token, int) for token in ids):
+                return Query(ids, output)
+            case {"prompt_tokens": int(count)} if 0 < count <= MOST_COUNT:
+                return Query([r.randint(0, 10000) for _ in range(count)], output)
+            case {"prompt": str(text)} if text:
+                return Query(text, output)
+        raise ValueError(f'it has neither a "prompt" nor "prompt_tokens" of up to {MOST_COUNT:,}')
+
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChairliftError(f"{path} cannot be read: {one_line(error)}") from None
+    queries = []
+    for number, text in enumerate(content.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            queries.append(query_of(json.loads(text)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ChairliftError(f"{path}, line {number}, is no request: {one_line(error)}") from None
+    if not queries:
+        raise ChairliftError(f"{path} holds no requests")
+    return Workload(path.name, queries)
