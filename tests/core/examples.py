@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fakes import VOCAB, FakeExecutor, ManualClock
+from device import FakeExecutor
+from fakes import VOCAB, ManualClock
 
 from chairlift.core.blocks import BlockPool
 from chairlift.core.limits import Limits

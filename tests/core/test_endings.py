@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 import pytest
+from device import sequences_of
 from examples import END, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
-from fakes import answer_to, sequences_of
+from fakes import answer_to
 
 from chairlift.core.plan import Event
 from chairlift.core.request import FinishReason, Phase

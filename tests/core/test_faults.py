@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import VOCAB, FakeExecutor, ManualClock
+from device import FakeExecutor
+from fakes import VOCAB, ManualClock
 
 from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import DeviceError, EngineFault

@@ -17,11 +17,13 @@ and its own. With one seat and one token a step the bound is exact (see test_pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from struct import unpack
 from typing import Any
 
-from fakes import VOCAB, FakeExecutor, ManualClock, answer_to, beams_to
+from device import FakeExecutor
+from fakes import VOCAB, ManualClock, answer_to, beams_to, marks_of
 
 from chairlift.core.assemble import parts
 from chairlift.core.blocks import BlockPool
@@ -30,7 +32,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, Outcome, StepPlan, StepResult
-from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_cache import Node, PrefixCache
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
@@ -136,6 +138,8 @@ class WatchedScheduler(Scheduler):
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         failing = live_requests_of(step)
         lost = {node.block for node in step.fresh}
+        plans, unsaved = self.memory.in_flight, {slot for _, slot in step.saved}
+        lost |= {at for later in plans[plans.index(step) + 1 :] for slot, at in later.restored if slot in unsaved}
         failing |= {each.request.id for each in self.running if not lost.isdisjoint(each.table.blocks)}
         running = [sequence for sequence in self.running if sequence.request.id not in failing]
         events = super().fail(step, error)
@@ -172,7 +176,6 @@ class World:
         self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
         self.scheduler.is_fcfs = settings is None and not beams
         self.searches = 0  # requests for beams that were let in
-        self._idle_steps = 0  # in a row
         self.executor = FakeExecutor(
             shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks, shape.disk_blocks
         )
@@ -261,6 +264,7 @@ class World:
         """One step of the engine; all it says must be true, and in time."""
         self.engine._failed_steps = 0  # here passes break by chance, and however many in a row the next may succeed
         events = self.engine.step()
+        self._verify_cache()
         self._watch_progress()
         plans = self.scheduler.plans
         for sequence in self.scheduler.newcomers if self.scheduler.is_fcfs else ():
@@ -270,11 +274,32 @@ class World:
         for record in self.live.values() if self.scheduler.is_fcfs else ():
             assert plans < record.ended_by, f"{record} has not ended by plan {record.ended_by}"
 
+    def _verify_cache(self) -> None:
+        """Whatever can be found is what it says, on the device and on every shelf, and so is what was swapped out.
+
+        While a broken pass has not been collected, only what no pass in flight has touched.
+        """
+        device = self.executor
+        may_be_wrong = device.is_doubtful
+        for salt, tokens, node in nodes_of(self.scheduler.memory.prefix_cache):
+            if may_be_wrong and not node.is_ready:
+                continue
+            marks = marks_of(tokens, salt)[-device.block_size :]
+            if node.block >= 0:
+                assert device.read_block(node.block) == marks, f"block {node.block} does not hold {tokens} of {salt!r}"
+            if node.shelf >= 0:
+                held = (device.host, device.disk)[node.shelf][node.slot]
+                assert held == marks, f"slot {node.slot} of shelf {node.shelf} does not hold {tokens} of {salt!r}"
+        for sequence in () if may_be_wrong else self.scheduler.waiting:
+            kept = [mark for slot in sequence.saved.blocks for mark in device.host[slot]][: sequence.computed]
+            assert kept == marks_of(sequence.tokens[: sequence.computed], sequence.request.salt), f"{sequence} lost KV"
+
     def _watch_progress(self) -> None:
-        """Requests that are here and neither wait for a batch to fill nor for a pass in flight must be computed."""
-        is_idle = self.engine.has_work and not self.engine.last_tokens and not self.engine.pause
-        self._idle_steps = self._idle_steps + 1 if is_idle and self.engine._in_flight is None else 0
-        assert self._idle_steps < 10, (
+        """Requests that are here and neither wait for a batch to fill nor for a pass in flight must be computed.
+
+        A plan may do no more than preempt, but the next one computes: the engine never has to end a stuck request.
+        """
+        assert self.engine._idle_plans <= 1, (
             f"nothing is computed any more: {self.scheduler.running} {[*self.scheduler.waiting]}"
         )
 
@@ -349,6 +374,17 @@ class World:
         assert (reason is FinishReason.ERROR) == (event.error is not None)
         if not record.sequences_left:
             del self.live[sequence.request.id]
+
+
+def nodes_of(cache: PrefixCache | None) -> Iterator[tuple[str, list[int], Node]]:
+    """Every node of the tree with its salt and all tokens up to its end."""
+    stack = [(root.chunk.decode(), [], root) for root in (cache._roots.values() if cache is not None else ())]
+    while stack:
+        salt, before, node = stack.pop()
+        for child in node.children.values():
+            tokens = before + list(unpack(f"{len(child.chunk) // 4}i", child.chunk))
+            stack.append((salt, tokens, child))
+            yield salt, tokens, child
 
 
 def live_requests_of(step: StepPlan) -> set[str]:

@@ -15,5 +15,6 @@ class Counters:
     rejected: int = 0
     failed: int = 0
     preemptions: int = 0
+    idle_plans: int = 0  # that computed nothing though requests could run and nothing was in flight
     prompt_tokens: int = 0  # of those that took a seat
     cached_tokens: int = 0  # of these, what the prefix cache had

@@ -37,6 +37,7 @@ class Memory:
         self.copied = 0  # blocks of which only the first tokens were of use
         self.running: list[Sequence] = []  # whose answers others may begin with
         self.is_behind = False  # whether tokens have come since these were last looked at
+        self.in_flight: list[StepPlan] = []  # passes that have neither come back nor failed, in order
 
     # ---- questions
 
@@ -117,6 +118,7 @@ class Memory:
         self._bring_back(step, path, sequence, held)
         if sequence.saved.blocks:
             step.restored += self.preemption.come_back(sequence)
+            self.keep(sequence, sequence.computed, step)  # while this pass is known to bring it
             return
         sequence.computed = len(path) * self.pool.block_size
         if common:  # the source may have been given away by now, but it is read before anything is written
@@ -185,7 +187,9 @@ class Memory:
             step.fresh.append(node)
         if cache is not None:
             cache.leaving = []
-        if not step.sequences:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
+        if step.sequences:
+            self.in_flight.append(step)
+        else:  # nothing runs, so nothing is saved either: all that is left waits for a token in flight
             self.disown(step, ())
 
     def drop_saved(self, step: StepPlan) -> None:
@@ -213,7 +217,18 @@ class Memory:
                 break
             if step is not None:
                 step.expect(node)
+                if i == first:
+                    self._expect_begun(node, sequence)
         prefix.cursor, prefix.kept = node, full
+
+    def _expect_begun(self, node: Node, sequence: Sequence) -> None:
+        """A block that earlier passes in flight have begun to fill holds what they wrote only if they succeed, too.
+
+        The blocks behind it in the tree are lost with it.
+        """
+        for earlier in self.in_flight:
+            if sequence in earlier.sequences or sequence in earlier.placed:
+                earlier.expect(node)
 
     def _keep_answer(self, sequence: Sequence) -> None:
         """Let the blocks of its answer be found; a prompt's can be already."""
@@ -222,17 +237,29 @@ class Memory:
 
     def confirm(self, step: StepPlan) -> None:
         """The pass has come back: what it wrote is there."""
+        self._land(step)
         for node in step.fresh:
             node.passes -= 1
 
     def disown(self, step: StepPlan, running: Iterable[Sequence]) -> list[Sequence]:
-        """The pass has failed: nobody may find what it should have written; those who run and have found it already."""
+        """The pass has failed: let no sequence find what it should have written; return those that already have it."""
+        unsaved = {slot for _, slot in step.saved}
+        later = self._land(step)
+        lost = {block for each in later for slot, block in each.restored if slot in unsaved}
         self.drop_saved(step)  # it may have broken before anything was saved
-        lost: set[int] = set()
-        for node in step.fresh:
-            if self.prefix_cache is not None:
-                lost.update(self.prefix_cache.remove(node))
+        cache = self.prefix_cache
+        if cache is not None:
+            for node in (*step.fresh, *filter(None, map(cache.node_at, lost))):
+                lost.update(cache.remove(node))
         return [each for each in running if not lost.isdisjoint(each.table.blocks)] if lost else []
+
+    def _land(self, step: StepPlan) -> list[StepPlan]:
+        """Count a pass out of those in flight; return those that were planned after it."""
+        if step not in self.in_flight:
+            return []
+        place = self.in_flight.index(step)
+        del self.in_flight[place]
+        return self.in_flight[place:]
 
     def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """Prove that every block is accounted for."""

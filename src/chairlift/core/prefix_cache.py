@@ -168,6 +168,10 @@ class PrefixCache:
                 del path[depth:]
                 return
 
+    def node_at(self, block: int) -> Node | None:
+        """Return the node whose content a block of the device holds."""
+        return self._nodes[block]
+
     def remove(self, node: Node) -> list[int]:
         """Forget a node and all behind it; the blocks they had on the device."""
         return [] if node.is_gone else self._uproot(node)

@@ -162,6 +162,13 @@ class Scheduler:
             return 0.0
         return self.gate.pause(self._line(now), now)
 
+    def stuck(self, now: float) -> Sequence:
+        """Return the sequence to end where requests are here and plans stay empty, with nothing in flight.
+
+        The last that runs: the others lack what it holds. If none runs, the first that waits, which keeps out the rest.
+        """
+        return self.running[-1] if self.running else self.waiting.peek(now) or next(iter(self.waiting))
+
     def observe(self, step: StepPlan, seconds: float) -> None:
         """A pass took so long: the cost model learns from it."""
         if self._cost is not None:

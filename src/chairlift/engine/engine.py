@@ -14,6 +14,7 @@ from chairlift.core.scheduler import Scheduler
 log = logging.getLogger("chairlift")
 
 MAX_FAILED_STEPS = 4  # in a row; overlapped, one fault can fail the step that was submitted behind it, too
+MAX_IDLE_PLANS = 8  # in a row; one that only preempts is followed by one that computes
 
 
 class Executor(Protocol):
@@ -54,6 +55,7 @@ class Engine:
         self.last_tokens = 0  # of the step planned last
         self.fault: str | None = None  # why no further step can run: the device is lost, or every step fails
         self._failed_steps = 0  # in a row
+        self._idle_plans = 0  # in a row
         # Told of each pass that has come back: its plan, when it began and how many seconds it took.
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self._in_flight: tuple[StepPlan, Any, float] | None = None
@@ -115,9 +117,39 @@ class Engine:
         awaited = (plan, ticket, now) if ticket is not None else None
         if self._overlap:
             awaited, self._in_flight = self._in_flight, awaited
+        if plan or awaited:
+            self._idle_plans = 0
+        else:
+            events = self._end_stuck(now)
         outcome = self._collect(*awaited) if awaited else Outcome()
         outcome.events[:0] = events
         return outcome
+
+    def _end_stuck(self, now: float) -> list[Event]:
+        """Count a plan that computes nothing though requests could run; after a few in a row, end the one to blame.
+
+        No such state is known. But a loop that met one would spin and answer nothing, with every sign of good health.
+        """
+        scheduler = self.scheduler
+        if not scheduler.has_work or scheduler.pause(now) > 0:
+            return []
+        scheduler.counters.idle_plans += 1
+        self._idle_plans += 1
+        if self._idle_plans < MAX_IDLE_PLANS:
+            return []
+        stuck, pool = scheduler.stuck(now), scheduler.pool
+        log.error(
+            "%d plans in a row computed nothing: ending %s, with %d sequences running, %d waiting (blocked by: %s) and %d "
+            "of %d KV blocks available. Please report this with the settings and these numbers",
+            *(self._idle_plans, stuck, len(scheduler.running), len(scheduler.waiting)),
+            *(scheduler.blocked_by or "nothing", pool.available, pool.total),
+        )
+        self._idle_plans = 0
+        return scheduler.abort(
+            stuck.request.id,
+            f"the request could not be computed in {MAX_IDLE_PLANS} steps in a row and was ended, so that others can "
+            "run: send it again, with a smaller n or max_tokens if it fails again",
+        )
 
     def _submit(self, plan: StepPlan) -> tuple[list[Event], Any]:
         try:

@@ -158,7 +158,8 @@ class EngineLoop:
                 took = clock.now() - before
                 # A step that took long shows how long one may take: the next such must not look like a standstill.
                 self._patience = max(self._patience, 3 * took)
-                self._report(outcome, took)
+                # A plan that computes nothing is no step: a message for each would flood the HTTP process.
+                self._report(outcome, took if outcome or self._engine.last_tokens else 0.0)
                 self._has_run = True
                 if before - self._last_collection > _COLLECT_EVERY:
                     self._collect_garbage(before)

@@ -1,0 +1,258 @@
+"""The fake device: an executor that computes marks instead of keys and values, and trusts no plan.
+
+Every slot of every block, on the device, in host memory and on disk, holds the mark of the exact tokens it stands for
+(fakes.py), and copies, saves, restores, spills and loads move these marks. An allocated block holds garbage until it is
+written. A pass that fails leaves garbage wherever it was to write. One that fails at `collect` has left it there since
+`submit`: the pass that the overlapped loop submits in between computes on garbage, without anyone knowing yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NoReturn
+
+import pytest
+from fakes import likeliest, mark_after, marks_of, sample
+
+from chairlift.core.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.request import Phase, Sequence
+
+GARBAGE = -1  # no mark is negative
+_UNKNOWN = -2  # what a token sampled from garbage must have in the cache: nothing is ever equal to it
+
+
+class BrokenPassError(RuntimeError):
+    """The failure that a test asked the executor for."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What the device knows of one seat: its tokens, what the cache must hold for them, and its block table."""
+
+    tokens: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    seed: int = 0
+    index: int = 0
+    owner: Sequence | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A pass under way. It holds numbers only: nothing of the plan is read after `submit`."""
+
+    result: StepResult
+    is_broken: bool = False  # it wrote garbage, and `collect` will say so
+    damaged: list[Sequence] = field(default_factory=list)  # sequences that read garbage of a broken pass
+
+
+class FakeExecutor:
+    """Runs plans as a device would, in order, and proves at each that every slice finds its whole context in place.
+
+    It knows what a real one knows: a row's tokens from when the sequence was placed, those it sampled itself, and a
+    table as it was when the plan last said that it changed. A complaint is a pytest failure, which the engine, unlike
+    an error of the executor, does not survive.
+    """
+
+    def __init__(
+        self, seats: int, blocks: int, block_size: int, max_length: int, host_blocks: int = 0, disk_blocks: int = 0
+    ) -> None:
+        self.block_size = block_size
+        self.max_length = max_length
+        self.rows = [Row() for _ in range(seats)]
+        self.cache = [GARBAGE] * (blocks * block_size)  # one mark a slot
+        self.host = [[GARBAGE] * block_size for _ in range(host_blocks)]
+        self.disk = [[GARBAGE] * block_size for _ in range(disk_blocks)]
+        self.swapped = 0
+        self.spilled = 0
+        self.copied = 0
+        self.breaks_at_submit = False
+        self.breaks_at_collect = False
+        self._in_flight: deque[Ticket] = deque()
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """The whole pass: a device that works in order might as well be done at once."""
+        if self.breaks_at_submit:
+            self.breaks_at_submit = False
+            self._leave_garbage(plan)
+            for sequence in (*plan.placed, *plan.grown, *plan.sequences):
+                self.rows[sequence.row] = Row()
+            raise BrokenPassError("the device fell off the bus")
+        is_broken, self.breaks_at_collect = self.breaks_at_collect, False
+        self._move_blocks(plan)
+        flat = self._write(plan)
+        if is_broken:
+            self._leave_garbage(plan)
+        damaged = self._verify_contexts(plan)
+        if damaged and not is_broken and not self.is_doubtful:
+            complain("; ".join(damaged.values()))
+        ticket = Ticket(
+            StepResult(*self._sample(plan, flat, damaged), self._score_prompts(plan)), is_broken, list(damaged)
+        )
+        self._in_flight.append(ticket)
+        return ticket
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a broken pass has not been collected: until then, passes behind it may read its garbage."""
+        return any(ticket.is_broken for ticket in self._in_flight)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """What the pass gave."""
+        if ticket is not self._in_flight.popleft():
+            complain("steps were not collected in the order they were submitted")
+        if ticket.is_broken:
+            raise BrokenPassError("the device never answered")
+        for sequence in ticket.damaged:
+            if sequence.phase is not Phase.DONE:
+                complain(f"{sequence} has read what a failed pass should have written, and goes on")
+        return ticket.result
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Take in who sat down and whose table changed, and copy blocks: all are read before any is written."""
+        leaving = [self.read_block(source) for source, _ in plan.saved]
+        returning = {target: self.host[source] for source, target in plan.restored}
+        returning |= {target: self.disk[source] for source, target in plan.loaded}
+        spilling = [self.host[source] for source, _ in plan.spilled]
+        for pairs, read_from, shelf in ((plan.spilled, spilling, self.disk), (plan.saved, leaving, self.host)):
+            if len({target for _, target in pairs}) != len(pairs):
+                complain(f"two blocks are moved to one: {pairs}")
+            for (_, target), marks in zip(pairs, read_from, strict=True):
+                shelf[target] = marks
+        self.spilled += len(plan.loaded)
+        self.swapped += len(returning)
+        # Nothing is copied that came back in the same step: whoever shares a block has been here before.
+        read = [self.read_block(source) for source, _ in plan.copies]
+        starts = {piece.sequence: piece.start for piece in plan.slices}
+        self._spoil(list(returning))
+        for sequence in plan.placed:
+            row = self.rows[sequence.row]
+            row.tokens, row.marks = list(sequence.tokens), marks_of(sequence.tokens, sequence.request.salt)
+            row.blocks = list(sequence.table.blocks)
+            row.seed, row.index = sequence.request.seed, sequence.index
+            is_moved = (
+                row.owner is sequence and sequence.beams is not None
+            )  # it goes on in blocks that it has, or shares
+            row.owner = sequence
+            if not is_moved and (sequence in starts or sequence not in plan.samples):  # siblings share what they have
+                self._spoil(row.blocks[starts.get(sequence, sequence.computed) // self.block_size :])
+        for target, marks in returning.items():
+            self._write_block(target, marks)
+        for sequence in plan.grown:
+            row = self.rows[sequence.row]
+            known, row.blocks = len(row.blocks), list(sequence.table.blocks)
+            self._spoil(row.blocks[known:])
+        for (_, target), marks in zip(plan.copies, read, strict=True):
+            self._write_block(target, marks)
+        if len({target for _, target in plan.copies}) != len(plan.copies):
+            complain(f"two blocks are copied to one: {plan.copies}")
+        self.copied += len(plan.copies)
+
+    def _write(self, plan: StepPlan) -> list[int]:
+        """Store every slice's tokens through its row's own table; the flat batch, as marks."""
+        size, cache = self.block_size, self.cache
+        flat: list[int] = []
+        slots: list[int] = []
+        for sequence, start, count in plan.slices:
+            row, end = self.rows[sequence.row], start + count
+            if count < 1 or end > min(len(row.tokens), self.max_length - 1):
+                complain(f"{sequence} has a slice {start}:{end}, but the device knows {len(row.tokens)} tokens of it")
+            if end > len(row.blocks) * size:
+                complain(f"{sequence} has a slice {start}:{end} and {len(row.blocks)} blocks of {size}")
+            for position in range(start, end):
+                slot = row.blocks[position // size] * size + position % size
+                cache[slot] = row.marks[position]
+                slots.append(slot)
+            flat += row.marks[start:end]
+        if len(set(slots)) != len(slots):
+            complain("two slices write the same slot of a block")
+        if len(slots) != plan.tokens:
+            complain(f"the plan says {plan.tokens} tokens, its slices hold {len(slots)}")
+        return flat
+
+    def _verify_contexts(self, plan: StepPlan) -> dict[Sequence, str]:
+        """After all have written, each slice must find every token before its end: a wrong shared write shows here.
+
+        A slice that does not writes garbage itself: returned are the sequences of such slices, with what is wrong.
+        """
+        size = self.block_size
+        damaged: dict[Sequence, str] = {}
+        for sequence, start, count in plan.slices:
+            row, end = self.rows[sequence.row], start + count
+            context: list[int] = []
+            for block in row.blocks[: -(-end // size)]:
+                context += self.read_block(block)
+            if context[:end] != row.marks[:end]:
+                wrong = [at for at, (is_, must) in enumerate(zip(context, row.marks, strict=False)) if is_ != must]
+                damaged[sequence] = (
+                    f"{sequence} reads 0:{end}, but the cache holds something else at {wrong} of {row.blocks}"
+                )
+                self._spoil_slots(row.blocks, start, end)
+        return damaged
+
+    def _sample(
+        self, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str]
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        sampled: list[int] = []
+        ends = accumulate(plan.counts)
+        for sequence, end in zip(plan.sequences, ends, strict=True) if damaged else ():
+            flat[end - 1] = GARBAGE if sequence in damaged else flat[end - 1]
+        scores: list[TokenLogprobs | None] = []
+        for sequence, at in zip(plan.samples, plan.sampled_at, strict=True):
+            row, position = self.rows[sequence.row], sequence.computed
+            if position != len(row.tokens):
+                complain(f"{sequence} samples position {position}, but the device knows {len(row.tokens)} tokens of it")
+            token = sample(flat[at], row.seed, row.index, position)
+            row.tokens.append(token)
+            row.marks.append(_UNKNOWN if flat[at] == GARBAGE else mark_after(row.marks[-1], token))
+            sampled.append(token)
+            wanted = sequence.request.scored
+            scores.append(None if wanted is None else TokenLogprobs(token, -1.0, 1, likeliest(flat[at], wanted)))
+        return sampled, scores if any(scores) else None
+
+    def _score_prompts(self, plan: StepPlan) -> list[tuple[Sequence, PromptLogprobs]] | None:
+        """The scores of prompt tokens, each from the token before it."""
+        found = []
+        for sequence, start, count in plan.slices:
+            last = min(start + count, sequence.prompt_length - 1)
+            if sequence.request.params.prompt_logprobs is not None and sequence.index == 0 and start < last:
+                tokens = self.rows[sequence.row].tokens[start + 1 : last + 1]
+                entries = [TokenLogprobs(token, -1.0, 1, []) for token in tokens]
+                found.append((sequence, PromptLogprobs(start + 1, entries)))
+        return found or None
+
+    def _leave_garbage(self, plan: StepPlan) -> None:
+        """A pass that broke: everything it was to write may hold anything."""
+        self._spoil([target for _, target in (*plan.copies, *plan.restored, *plan.loaded)])
+        for pairs, shelf in ((plan.saved, self.host), (plan.spilled, self.disk)):
+            for _, target in pairs:
+                shelf[target] = [GARBAGE] * self.block_size
+        for sequence, start, count in plan.slices:
+            self._spoil_slots(sequence.table.blocks, start, start + count)
+
+    def _spoil_slots(self, blocks: list[int], start: int, end: int) -> None:
+        for position in range(start, end):
+            self.cache[blocks[position // self.block_size] * self.block_size + position % self.block_size] = GARBAGE
+
+    def _spoil(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._write_block(block, [GARBAGE] * self.block_size)
+
+    def read_block(self, block: int) -> list[int]:
+        """What a block of the device holds, slot by slot."""
+        return self.cache[block * self.block_size : (block + 1) * self.block_size]
+
+    def _write_block(self, block: int, marks: list[int]) -> None:
+        self.cache[block * self.block_size : (block + 1) * self.block_size] = marks
+
+
+def complain(what: str) -> NoReturn:
+    """Fail the test, through whoever catches errors in between."""
+    pytest.fail(what)
+
+
+def sequences_of(plan: StepPlan) -> list[Sequence]:
+    """Whose tokens a plan computes, in order."""
+    return [piece.sequence for piece in plan.slices]
