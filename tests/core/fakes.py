@@ -14,10 +14,11 @@ from typing import NoReturn
 
 import pytest
 
-from chairlift.core.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Candidates, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import FinishReason, Request, Sequence
 
 VOCAB = 64
+Score = TokenLogprobs | Candidates | None
 _GARBAGE = -1  # no mark is negative
 
 
@@ -243,9 +244,9 @@ class FakeExecutor:
                 wrong = [at for at, (is_, must) in enumerate(zip(context, row.marks, strict=False)) if is_ != must]
                 complain(f"{sequence} reads 0:{end}, but the cache holds something else at {wrong} of {row.blocks}")
 
-    def _sample(self, plan: StepPlan, flat: list[int]) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    def _sample(self, plan: StepPlan, flat: list[int]) -> tuple[list[int], list[Score] | None]:
         sampled: list[int] = []
-        scores: list[TokenLogprobs | None] = []
+        scores: list[Score] = []
         for sequence, at in zip(plan.samples, plan.sampled_at, strict=True):
             row, position = self.rows[sequence.row], sequence.computed
             if position != len(row.tokens):
@@ -254,9 +255,17 @@ class FakeExecutor:
             row.tokens.append(token)
             row.marks.append(mark_after(row.marks[-1], token))
             sampled.append(token)
-            wanted = sequence.request.scored
-            scores.append(None if wanted is None else TokenLogprobs(token, -1.0, 1, likeliest(flat[at], wanted)))
+            scores.append(self._score(sequence.request, token, flat[at]))
         return sampled, scores if any(scores) else None
+
+    def _score(self, request: Request, token: int, mark: int) -> Score:
+        if request.scored is None:
+            return None
+        top = likeliest(mark, request.scored)
+        if not request.params.use_beam_search:
+            return TokenLogprobs(token, -1.0, 1, top)
+        tokens, logprobs = zip(*likeliest(mark, request.params.width + len(request.stop_ids)), strict=True)
+        return Candidates(list(tokens), list(logprobs), top)
 
     def _score_prompts(self, plan: StepPlan) -> list[tuple[Sequence, PromptLogprobs]] | None:
         """The scores of prompt tokens, each from the token before it."""

@@ -45,7 +45,8 @@ def kept_reference(logits: torch.Tensor, temperature: torch.Tensor, filters: Fil
     scaled = logits.float() / temperature[:, None]
     floor = scaled.amax(-1, keepdim=True) + filters.min_p[:, None].log()
     left = scaled.masked_fill(scaled < floor, -torch.inf).double()
-    return sampling.keep_likeliest_reference(left, filters.top_k, filters.top_p.double()) > -torch.inf
+    nothing = torch.zeros_like(filters.min_p)
+    return sampling.keep_likeliest_reference(left, filters.top_k, filters.top_p.double(), nothing) > -torch.inf
 
 
 @DTYPES

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.core.errors import RequestError
 
-GREEDY = 0.0
+COLDEST = 1e-5  # temperatures below it are greedy: logits that differ at all would be further apart than any noise
 ALL = -1  # of logprobs: every token of the vocabulary; of truncate_prompt_tokens: as many tokens as fit
 
 
@@ -83,7 +83,7 @@ class SamplingParams:
             _whole("a token id in logit_bias", token, 0, "use ids of the model's vocabulary")
             _number(f"logit_bias of token {token}", bias, -100.0, 100.0, "use -100 to 100")
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), "use a 64-bit whole number", 2**63 - 1)
+            _whole("seed", self.seed, -(2**63), "use a 64-bit whole number")
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, "use 1 or more, or None for as many as fit")
         _whole("min_tokens", self.min_tokens, 0, "use 0 or more")
@@ -155,7 +155,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, with no randomness."""
-        return self.temperature == GREEDY
+        return self.temperature < COLDEST
 
     @property
     def has_penalties(self) -> bool:
@@ -173,15 +173,22 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
         raise RequestError(f"{name} is {value!r}, not a list: put it in one") from None
 
 
-def _whole(name: str, value: object, low: int, remedy: str, high: int | None = None) -> None:
+def _whole(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} is {value!r}, not a whole number: {remedy}")
-    if value < low or (high is not None and value > high):
+    if not low <= value <= high:
         raise RequestError(f"{name} is {value}, out of range: {remedy}")
 
 
 def _number(name: str, value: object, low: float, high: float, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise RequestError(f"{name} is {value!r}, not a finite number: {remedy}")
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}, out of range: {remedy}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of a whole number that no float can hold
+        return False

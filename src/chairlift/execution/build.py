@@ -23,7 +23,7 @@ from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.execution.calibrate import calibrate
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity
-from chairlift.execution.dry_run import compile_kernels, dry_run
+from chairlift.execution.dry_run import compile_kernels, dry_run, warm_up_sampling
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
@@ -117,6 +117,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
             dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
+            warm_up_sampling(config.vocab_size, torch.float32, device)
         start, tried = time.monotonic(), min(_TRIED, limits.max_length)
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / tried
