@@ -42,7 +42,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def beams_of_transformers(
-    model: Any, prompt: list[int], count: int, eos: int | None, width: int, n: int | None = None, **search: Any
+    model: Any,
+    prompt: list[int],
+    count: int,
+    eos: int | list[int] | None,
+    width: int,
+    n: int | None = None,
+    **search: Any,
 ) -> list[list[int]]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -51,13 +57,17 @@ def beams_of_transformers(
             num_return_sequences=n or width, pad_token_id=0, eos_token_id=eos, **search,
         )  # fmt: skip
     found = []
+    stops = set() if eos is None else set(eos) if isinstance(eos, list) else {eos}
     for row in out[:, len(prompt) :].tolist():
-        found.append(row[: row.index(eos) + 1] if eos is not None and eos in row else row)
+        end = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
+        found.append(row[:end])
     return found
 
 
-def params_of(width: int, count: int, eos: int | None, n: int | None = None, **search: Any) -> SamplingParams:
-    stops = [] if eos is None else [eos]
+def params_of(
+    width: int, count: int, eos: int | list[int] | None, n: int | None = None, **search: Any
+) -> SamplingParams:
+    stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return SamplingParams(
         n=n or width,
         best_of=width,
@@ -92,6 +102,59 @@ def test_every_search_gives_the_beams_of_transformers(folder: Path, model: Any, 
         assert got == expected
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.pool.owned == 0
+
+
+@pytest.mark.parametrize("stops", [2, 10, 40])
+def test_many_stop_tokens_give_the_beams_of_transformers(folder: Path, model: Any, stops: int) -> None:
+    draw = random.Random(stops)
+    eos = draw.sample(range(64), stops)
+    prompts = [[draw.randrange(64) for _ in range(draw.randint(1, 60))] for _ in range(6)]
+    llm = LLM(str(folder), progress=False)
+    for search in ({"width": 4}, {"width": 3, "length_penalty": 3.0, "early_stopping": "never"}):
+        expected = [beams_of_transformers(model, prompt, 12, eos, **search) for prompt in prompts]
+        got = llm.generate(prompts, params_of(count=12, eos=eos, **search))
+        assert [[answer.token_ids for answer in result.outputs] for result in got] == expected
+
+
+def test_a_beam_has_the_alternatives_that_were_asked_for_and_keeps_no_others(folder: Path) -> None:
+    """As the same tokens have in a prompt, whose scores know nothing of beams."""
+    llm = LLM(str(folder), progress=False)
+    prompt = [3, 1, 4, 1, 5]
+    for asked in (None, 0, 3, 40):
+        params = params_of(width=4, count=10, eos=[7, 8, 9], logprobs=asked)
+        for answer in llm.generate(prompt, params)[0].outputs:
+            read = SamplingParams(max_tokens=1, prompt_logprobs=asked or 0)
+            scores = llm.generate([prompt + answer.token_ids], read)[0].prompt_logprobs[len(prompt) :]
+            assert answer.cumulative_logprob == pytest.approx(
+                sum(scored[token].logprob for token, scored in zip(answer.token_ids, scores, strict=True)), abs=1e-4
+            )
+            assert (answer.logprobs is None) == (asked is None)
+            for got, expected in zip(answer.logprobs or (), scores, strict=asked is not None):
+                assert {token: each.rank for token, each in got.items()} == {
+                    token: each.rank for token, each in expected.items()
+                }
+                assert [got[token].logprob for token in got] == pytest.approx(
+                    [expected[token].logprob for token in got], abs=1e-4
+                )
+
+
+def test_a_search_holds_no_more_than_its_beams_however_many_tokens_stop_it(folder: Path) -> None:
+    llm = LLM(str(folder), progress=False)
+    scheduler, width = llm.engine.scheduler, 8
+    offered, held, apply = [], [], scheduler.apply
+
+    def measure(step: Any, result: Any) -> Any:
+        offered.extend(len(each.tokens) for each in result.logprobs or ())
+        beams = step.samples[0].beams
+        outcome = apply(step, result)
+        held.append(sum(1 + len(beam.last.top) for beam in (*beams._beams.values(), *beams.finished) if beam.last))
+        return outcome
+
+    scheduler.apply = measure  # type: ignore[method-assign]
+    llm.generate([[3, 5, 7]], params_of(width=width, count=20, eos=list(range(1, 50))))
+    assert len(held) > 1
+    assert max(offered) <= width + 49
+    assert max(held) <= 2 * width, "the beams that go on and those that have ended, with no alternatives"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -163,3 +226,16 @@ def test_what_beams_cannot_do_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(RequestError, match="5 beams of up to 140 tokens may take 45 KV blocks and there are 20"):
         llm.generate([[1] * 40], params_of(width=5, count=100, eos=None))
     assert llm.generate([[1] * 4], SamplingParams(max_tokens=1))[0].finished
+
+
+@pytest.mark.parametrize(("width", "stops"), [(64, 1), (40, 25), (2, 63)])
+def test_more_beams_than_tokens_to_go_on_with_are_refused(folder: Path, width: int, stops: int) -> None:
+    llm = LLM(str(folder), progress=False, max_sequences=64)
+    left = 64 - stops
+    eos = list(range(stops))
+    with pytest.raises(RequestError, match=f"best_of is {width} beams, and of the model's 64 tokens only {left} do"):
+        llm.generate([[1] * 4], params_of(width=width, count=5, eos=eos))
+    [result] = llm.generate([[1] * 4], params_of(width=left, count=5, eos=eos))
+    assert len(result.outputs) == left
+    assert len({tuple(answer.token_ids) for answer in result.outputs}) == left
+    assert not llm.engine.scheduler.has_work

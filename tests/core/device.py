@@ -16,9 +16,10 @@ from typing import NoReturn
 import pytest
 from fakes import likeliest, mark_after, marks_of, sample
 
-from chairlift.core.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from chairlift.core.request import Phase, Sequence
+from chairlift.core.plan import Candidates, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.request import Phase, Request, Sequence
 
+Score = TokenLogprobs | Candidates | None
 GARBAGE = -1  # no mark is negative
 _UNKNOWN = -2  # what a token sampled from garbage must have in the cache: nothing is ever equal to it
 
@@ -194,12 +195,12 @@ class FakeExecutor:
 
     def _sample(
         self, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str]
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    ) -> tuple[list[int], list[Score] | None]:
         sampled: list[int] = []
         ends = accumulate(plan.counts)
         for sequence, end in zip(plan.sequences, ends, strict=True) if damaged else ():
             flat[end - 1] = GARBAGE if sequence in damaged else flat[end - 1]
-        scores: list[TokenLogprobs | None] = []
+        scores: list[Score] = []
         for sequence, at in zip(plan.samples, plan.sampled_at, strict=True):
             row, position = self.rows[sequence.row], sequence.computed
             if position != len(row.tokens):
@@ -208,9 +209,17 @@ class FakeExecutor:
             row.tokens.append(token)
             row.marks.append(_UNKNOWN if flat[at] == GARBAGE else mark_after(row.marks[-1], token))
             sampled.append(token)
-            wanted = sequence.request.scored
-            scores.append(None if wanted is None else TokenLogprobs(token, -1.0, 1, likeliest(flat[at], wanted)))
+            scores.append(self._score(sequence.request, token, flat[at]))
         return sampled, scores if any(scores) else None
+
+    def _score(self, request: Request, token: int, mark: int) -> Score:
+        if request.scored is None:
+            return None
+        top = likeliest(mark, request.scored)
+        if not request.params.use_beam_search:
+            return TokenLogprobs(token, -1.0, 1, top)
+        tokens, logprobs = zip(*likeliest(mark, request.params.width + len(request.stop_ids)), strict=True)
+        return Candidates(list(tokens), list(logprobs), top)
 
     def _score_prompts(self, plan: StepPlan) -> list[tuple[Sequence, PromptLogprobs]] | None:
         """The scores of prompt tokens, each from the token before it."""

@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 from device import sequences_of
-from examples import END, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
+from examples import (
+    END,
+    WORD,
+    ask,
+    engine_of,
+    give,
+    names,
+    request,
+    scheduler_of,
+    shape_of,
+    step,
+    step_until_one_yields,
+)
 from fakes import answer_to
 
-from chairlift.core.plan import Event
+from chairlift.core.plan import Event, StepResult
 from chairlift.core.request import FinishReason, Phase
 from chairlift.core.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -370,3 +382,41 @@ def test_a_request_of_several_answers_counts_as_one() -> None:
     ask(scheduler, "a", n=3, max_tokens=1)
     step(scheduler)
     assert scheduler.counters.submitted == scheduler.counters.finished == 1
+
+
+# ---- without a token to choose
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_sample_without_a_token_ends_its_request_and_no_other(caches: bool) -> None:
+    scheduler = scheduler_of(seats=6, caches=caches)
+    scheduler.submit(request("several", prompt=9, n=3, min_tokens=2))
+    other = ask(scheduler, "other", prompt=9)
+    step(scheduler)
+    plan = scheduler.plan(0.0)
+    late = scheduler.plan(0.0)  # overlapped: it is in flight when the failure comes back
+    failing = next(place for place, each in enumerate(plan.samples) if each.request.id == "several")
+    events = list(scheduler.apply(plan, StepResult([WORD] * len(plan.samples), failed=[failing])))
+    assert sorted(ends(events)) == [("several", index, FinishReason.ERROR) for index in range(3)]
+    assert {event.error for event in events if event.finish_reason} == {
+        "no token is left to choose under min_tokens: allow more tokens"
+    }
+    assert all(event.token is None for event in events if event.sequence.request.id == "several")
+    scheduler.check()
+    # The token after the one that there is not may be missing, too; it is no news.
+    missing = [place for place, each in enumerate(late.samples) if each.request.id == "several"]
+    late_news = scheduler.apply(late, StepResult([WORD] * len(late.samples), failed=missing))
+    assert names([event.sequence for event in late_news]) == ["other"]
+    assert other.output == [WORD] * 3
+    scheduler.abort("other")
+    assert holds_nothing(scheduler)
+    assert (scheduler.counters.failed, scheduler.counters.aborted) == (1, 1)
+
+
+def test_logits_that_are_not_numbers_are_the_model_s_fault() -> None:
+    scheduler = scheduler_of()
+    ask(scheduler, "a")
+    plan = scheduler.plan(0.0)
+    [event] = scheduler.apply(plan, StepResult([WORD], failed=[0]))
+    assert event.error is not None and "logits are not numbers" in event.error
+    assert holds_nothing(scheduler)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from chairlift.ops import sampling
+from chairlift.ops import sampling, sampling_cpu
 
 
 def keys(count: int, seed: int = 0) -> torch.Tensor:
@@ -31,13 +31,36 @@ def test_the_likeliest_is_the_first_of_the_highest() -> None:
     assert sampling.likeliest(equal).tolist() == [1, 2, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=["not numbers", "all banned"])
+def test_a_row_with_no_token_to_choose_gives_none_and_leaves_others_alone(value: float, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 5001, generator=torch.Generator().manual_seed(2)).to(dtype)
+    logits[1] = value
+    ones = torch.ones(3)
+    for filters in (
+        None,
+        sampling.Filters(3 * ones.long(), ones / 2, ones / 10),
+        sampling.Filters(ones.long(), ones, ones),
+    ):
+        for tokens in (sampling.likeliest(logits), sampling.draw(logits.float(), ones, keys(3), filters)):
+            assert tokens[1] == sampling.NOTHING
+            assert (tokens[[0, 2]] < 5001).all()
+            assert tokens.to(torch.int32)[1] == 0, "the next step reads a token of the vocabulary"
+
+
 def test_top_k_keeps_the_k_likeliest() -> None:
     assert kept(PROBS.log(), k=2) == [[1, 3]]
     assert kept(PROBS.log(), k=50) == [[0, 1, 2, 3, 4]]
 
 
-def test_top_k_keeps_one_of_two_equals() -> None:
-    assert len(kept(torch.zeros(1, 6), k=1)[0]) == 1
+def test_of_equals_the_first_stay() -> None:
+    assert kept(torch.zeros(1, 6), k=2) == [[0, 1]]
+    assert kept(torch.zeros(1, 6), p=0.4) == [[0, 1, 2]]
+    assert kept(torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]]), k=3) == [[0, 1, 3]]
+    banned = torch.full((1, 5000), -torch.inf)
+    banned[0, 4000:4003] = 1.0
+    assert kept(banned, k=2) == [[4000, 4001]]
+    assert kept(banned, k=4, p=0.5) == [[4000, 4001]]
 
 
 def test_top_p_keeps_the_fewest_that_reach_p() -> None:
@@ -60,8 +83,9 @@ def test_the_fast_path_matches_the_sort_of_the_whole_vocabulary(scale: float) ->
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * scale
     k = torch.tensor([0, 0, 40, 2000, 0, 1])
     p = torch.tensor([0.9, 0.5, 1.0, 0.7, 0.999, 1.0])
-    fast = sampling.keep_likeliest(logits, k, p, torch.zeros(6))
-    slow = sampling.keep_likeliest_reference(logits, k, p)
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.1, 0.0])
+    fast = sampling.keep_likeliest(logits.clone(), k, p, min_p)
+    slow = sampling.keep_likeliest_reference(logits, k, p, min_p)
     for quick, sure in zip(fast, slow, strict=True):
         # Cumulative sums differ in the last bit, so that the very last token kept may differ.
         assert ((quick > -torch.inf) != (sure > -torch.inf)).sum() <= 1
@@ -69,7 +93,7 @@ def test_the_fast_path_matches_the_sort_of_the_whole_vocabulary(scale: float) ->
 
 def test_uniform_numbers_equal_the_reference_bit_for_bit() -> None:
     uniform = torch.empty(3, 1001)
-    sampling._uniform(keys(3).numpy(), uniform.numpy(), 2)
+    sampling_cpu.uniform(keys(3).numpy(), uniform.numpy(), 2)
     assert torch.equal(uniform, sampling.uniform_reference(keys(3), 1001))
     assert uniform.min() > 0
     assert uniform.max() < 1
@@ -104,6 +128,7 @@ def test_penalties_follow_their_definitions() -> None:
     history = torch.tensor([[0, 1, 2, 2, 4]], dtype=torch.int32)  # the prompt is 0 1; the 4 is not real
     sampling.penalize_(
         logits,
+        torch.tensor([0]),
         history,
         torch.tensor([2]),
         torch.tensor([4]),
@@ -112,6 +137,41 @@ def test_penalties_follow_their_definitions() -> None:
         torch.tensor([0.1]),
     )
     assert torch.allclose(logits, torch.tensor([[1.0, -2.0, 1.5 - 0.2 - 0.5, 0.5, 1.0]]))
+
+
+def test_compiled_penalties_equal_the_reference() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, vocabulary, longest = 5, 300, 80
+    logits = torch.randn(7, vocabulary, generator=generator)
+    which = torch.tensor([6, 0, 3, 2, 5])
+    history = torch.randint(0, 40, (rows, longest), generator=generator).int()
+    prompts, lengths = torch.tensor([1, 10, 50, 80, 0]), torch.tensor([70, 10, 80, 80, 5])
+    penalties = torch.rand(3, rows, generator=generator) + 0.5
+    expected = logits.clone()
+    part = expected[which]
+    sampling.penalize_reference_(part, history, prompts, lengths, *penalties)
+    expected[which] = part
+    sampling.penalize_(logits, which, history, prompts, lengths, *penalties)
+    assert torch.equal(logits, expected)
+
+
+def test_candidates_are_the_stops_and_the_likeliest_others_in_the_order_of_all() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(3, 200, generator=generator)
+    own = [[5, 7, 9, 11], [100], []]
+    stops, is_stop = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.bool)
+    for row, ids in enumerate(own):
+        stops[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        is_stop[row, : len(ids)] = True
+    logprobs = logits.log_softmax(-1)
+    for count in (3, 200):
+        values, ids = sampling.candidates(logits, stops, is_stop, count)
+        for row, ends in enumerate(own):
+            order = logprobs[row].argsort(descending=True).tolist()
+            others = [token for token in order if token not in ends][:count]
+            expected = [token for token in order if token in ends or token in others]
+            assert ids[row].tolist()[: len(expected)] == expected
+            assert torch.equal(values[row, : len(expected)], logprobs[row, expected])
 
 
 def test_scores_are_log_probabilities_with_ranks() -> None:

@@ -45,7 +45,8 @@ def kept_reference(logits: torch.Tensor, temperature: torch.Tensor, filters: Fil
     scaled = logits.float() / temperature[:, None]
     floor = scaled.amax(-1, keepdim=True) + filters.min_p[:, None].log()
     left = scaled.masked_fill(scaled < floor, -torch.inf).double()
-    return sampling.keep_likeliest_reference(left, filters.top_k, filters.top_p.double()) > -torch.inf
+    nothing = torch.zeros_like(filters.min_p)
+    return sampling.keep_likeliest_reference(left, filters.top_k, filters.top_p.double(), nothing) > -torch.inf
 
 
 @DTYPES
@@ -56,17 +57,24 @@ def test_the_likeliest_is_the_first_of_the_highest(dtype: torch.dtype) -> None:
     logits[0, 4000], logits[0, 77] = 50.0, 50.0
     logits[1] = -torch.inf
     logits[2, :] = 1.0
-    assert sampling_cuda.likeliest(logits)[:3].tolist() == [77, 0, 0]
+    assert sampling_cuda.likeliest(logits)[:3].tolist() == [77, sampling.NOTHING, 0]
 
 
-def test_a_row_that_is_not_a_number_still_gives_a_token() -> None:
-    logits = torch.full((2, VOCABULARY), torch.nan, device=DEVICE)
-    filters = Filters(column(5, 0).long(), column(0.5, 0.5), column(0.1, 0.0))
+@pytest.mark.parametrize("vocabulary", [100, VOCABULARY], ids=["one part", "several parts"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=["not numbers", "all banned"])
+def test_a_row_with_no_token_to_choose_gives_none_and_leaves_others_alone(value: float, vocabulary: int) -> None:
+    logits = make_logits(4, torch.float32, vocabulary)
+    logits[1:3] = value
+    filters = Filters(column(5, 5, 0, 5).long(), column(0.5, 0.5, 0.5, 0.5), column(0.1, 0.1, 0.0, 0.1))
+    temperature = column(1.0, 1.0, 1.0, 0.0)
     for tokens in (
         sampling_cuda.likeliest(logits),
-        sampling_cuda.draw(logits, column(1.0, 1.0), make_keys(2), filters),
+        sampling_cuda.draw(logits, temperature, make_keys(4), filters),
+        sampling_cuda.draw(logits, temperature, make_keys(4), None),
     ):
-        assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
+        assert tokens[1:3].tolist() == [sampling.NOTHING] * 2
+        assert (tokens[[0, 3]] < vocabulary).all()
+        assert tokens.to(torch.int32)[1:3].tolist() == [0, 0], "the next step reads a token of the vocabulary"
 
 
 @DTYPES

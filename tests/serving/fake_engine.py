@@ -16,7 +16,7 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
-from chairlift.core.plan import StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Candidates, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Sequence
 from chairlift.core.settings import Settings
@@ -53,11 +53,15 @@ class Pretender:
         tokens = [100 + sequence.computed % 100 for sequence in plan.samples]
         return StepResult(tokens, [self._score(each, token) for each, token in zip(plan.samples, tokens, strict=True)])
 
-    def _score(self, sequence: Sequence, token: int) -> TokenLogprobs | None:
-        count = sequence.request.scored
-        if count is None:
+    def _score(self, sequence: Sequence, token: int) -> TokenLogprobs | Candidates | None:
+        request = sequence.request
+        if request.scored is None:
             return None
-        return TokenLogprobs(token, -1.0, 1, [((token + i) % VOCABULARY, -1.0) for i in range(count)])
+        top = [((token + i) % VOCABULARY, -1.0) for i in range(request.scored)]
+        if not request.params.use_beam_search:
+            return TokenLogprobs(token, -1.0, 1, top)
+        count = request.params.width + len(request.stop_ids)
+        return Candidates([(token + i) % VOCABULARY for i in range(count)], [-1.0] * count, top)
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket

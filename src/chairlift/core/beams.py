@@ -3,14 +3,20 @@
 The sequences are forks of one prompt. In every round each offers its likeliest next tokens; the best of all offers go
 on, each as a fork of the sequence that it continues, and those that end are kept as answers. What is chosen, and when
 the search is over, is as in transformers, so that both give the same answers.
+
+Nothing is made or kept of an offer that is not chosen: the offers of all sequences are merged only as far as they are
+needed, which is twice the number of beams.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from chairlift.core.plan import Event, TokenLogprobs
+from chairlift.core.plan import Candidates, Event, TokenLogprobs
 from chairlift.core.request import FinishReason, Request, Sequence
 
 
@@ -49,15 +55,14 @@ class Beams:
         self._params = request.params
         self._stops = request.stop_ids
         self._longest = limit - len(request.prompt)
-        self._offers: dict[Sequence, list[Beam]] = {}
+        self._offers: dict[Sequence, Candidates] = {}
         self._beams: dict[Sequence, Beam] = {}  # how each member came to where it is; at first only one is anywhere
 
-    def offer(self, sequence: Sequence, scored: TokenLogprobs) -> bool:
-        """A member's likeliest next tokens; whether all have offered theirs."""
+    def offer(self, sequence: Sequence, candidates: Candidates) -> bool:
+        """Take a member's likeliest next tokens; whether all have offered theirs."""
         if not self._beams:
             self._beams[self.members[0]] = Beam(0.0, self.members[0])
-        before = self._beams.get(sequence)
-        self._offers[sequence] = [] if before is None else _continued(before, sequence, scored)
+        self._offers[sequence] = candidates
         return len(self._offers) == len(self.members)
 
     def withdraw(self) -> None:
@@ -66,20 +71,17 @@ class Beams:
 
     def choose(self) -> list[Beam]:
         """The beams that go on, one for each of the first members; none: the search is over."""
-        width = self._params.width
-        offers = sorted((beam for each in self._offers.values() for beam in each), key=itemgetter(0), reverse=True)
+        params, width = self._params, self._params.width
+        length = 1 + next(iter(self._beams.values())).length
+        is_last = length == self._longest
+        if len(self.finished) < width or params.early_stopping is not True:
+            # An answer ends only among the best `width`; others then go on in the place of those that end.
+            best = self._best(width, with_stops=True)
+            ended = (beam for beam in best if is_last or beam.token in self._stops)
+            self.finished += (beam._replace(score=beam.score / length**params.length_penalty) for beam in ended)
+            self.finished = sorted(self.finished, key=itemgetter(0), reverse=True)[:width]
+        going = [] if is_last else self._best(width, with_stops=False)
         self._offers.clear()
-        length = offers[0].length
-        going: list[Beam] = []
-        is_full = len(self.finished) == width
-        for rank, beam in enumerate(offers[: self.alternatives * width]):
-            if beam.token in self._stops or length == self._longest:
-                # Those behind the first `width` are there to go on in the place of those that end.
-                if rank < width and not (is_full and self._params.early_stopping is True):
-                    self.finished.append(beam._replace(score=beam.score / length**self._params.length_penalty))
-            elif len(going) < width:
-                going.append(beam)
-        self.finished = sorted(self.finished, key=itemgetter(0), reverse=True)[:width]
         if self._is_over(going, length):
             return []
         self._beams = dict(zip(self.members, going, strict=False))
@@ -97,10 +99,20 @@ class Beams:
             events.append(Event(member, beam.token, reason, trail[-1]))
         return events
 
-    @property
-    def alternatives(self) -> int:
-        """How many tokens a member offers, for each beam: enough to go on if all that end come first."""
-        return 1 + max(1, len(self._stops))
+    def _best(self, count: int, *, with_stops: bool) -> list[Beam]:
+        """The best of what the members offer, tokens that end an answer among them or not."""
+        offered = (
+            self._continued(before, sequence, self._offers[sequence], with_stops)
+            for sequence, before in self._beams.items()
+        )
+        return list(islice(merge(*offered, key=itemgetter(0), reverse=True), count))
+
+    def _continued(self, before: Beam, member: Sequence, offer: Candidates, with_stops: bool) -> Iterator[Beam]:
+        """The ways on from a beam, the best first, each made when it is asked for."""
+        for rank, (token, logprob) in enumerate(zip(offer.tokens, offer.logprobs, strict=True), 1):
+            if with_stops or token not in self._stops:
+                last = TokenLogprobs(token, logprob, rank, offer.top)
+                yield Beam(before.score + logprob, member, before.length + 1, last, before)
 
     def _is_over(self, going: list[Beam], length: int) -> bool:
         params = self._params
@@ -114,16 +126,3 @@ class Beams:
         # answers are favoured, at the greatest.
         reach = self._longest if params.early_stopping == "never" and params.length_penalty > 0 else length
         return bool(going[0].score / reach**params.length_penalty <= self.finished[-1].score)
-
-
-def _continued(before: Beam, sequence: Sequence, scored: TokenLogprobs) -> list[Beam]:
-    return [
-        Beam(
-            before.score + logprob,
-            sequence,
-            before.length + 1,
-            TokenLogprobs(token, logprob, rank, scored.top),
-            before,
-        )
-        for rank, (token, logprob) in enumerate(scored.top, 1)
-    ]

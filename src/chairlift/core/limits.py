@@ -74,7 +74,23 @@ class Limits:
                         f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
                         "use its own tokenizer"
                     )
+        self._check_choices(request)
         self._check_scores(request)
+
+    def _check_choices(self, request: Request) -> None:
+        """Refuse what leaves too few tokens to choose from, as far as that is known before the first is chosen."""
+        params, stops = request.params, request.stop_ids
+        name = "n" if params.best_of is None else "best_of"
+        if params.use_beam_search and params.width > self.vocab_size - len(stops):
+            raise RequestError(
+                f"{name} is {params.width} beams, and of the model's {self.vocab_size} tokens only "
+                f"{self.vocab_size - len(stops)} do not end an answer: lower {name} or give fewer stop_token_ids"
+            )
+        banned = {word[0] for word in request.bad_words if len(word) == 1} | (stops if params.min_tokens else set())
+        if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids are all forbidden by bad_words, or by min_tokens as stop tokens: allow more tokens"
+            )
 
     def _check_scores(self, request: Request) -> None:
         """Refuse log-probabilities of the whole vocabulary for more tokens than memory has room for."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.core.errors import RequestError
 
-GREEDY = 0.0
+COLDEST = 1e-5  # temperatures below it are greedy: logits that differ at all would be further apart than any noise
 ALL = -1  # of logprobs: every token of the vocabulary; of truncate_prompt_tokens: as many tokens as fit
 
 
@@ -155,7 +155,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, with no randomness."""
-        return self.temperature == GREEDY
+        return self.temperature < COLDEST
 
     @property
     def has_penalties(self) -> bool:
@@ -177,14 +177,21 @@ def _whole(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} is {value!r}, not a whole number: {remedy}")
     if not low <= value <= high:
-        raise RequestError(f"{name} is {value}, out of range: {remedy}")
+        raise RequestError(f"{name} is {_shown(value)}, out of range: {remedy}")
 
 
 def _number(name: str, value: object, low: float, high: float, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-        raise RequestError(f"{name} is {value!r}, not a finite number: {remedy}")
+        raise RequestError(f"{name} is {_shown(value)}, not a finite number: {remedy}")
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}, out of range: {remedy}")
+
+
+def _shown(value: object) -> str:
+    """The value for a message; Python refuses to print whole numbers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _is_finite(value: float) -> bool:

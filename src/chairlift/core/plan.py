@@ -70,6 +70,15 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
+class Candidates(NamedTuple):
+    """The tokens that a beam may go on with, the likeliest first: as many as there are beams that end no answer, and
+    those before them that do."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[tuple[int, float]]  # the likeliest alternatives, as many as the client asked for
+
+
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of the prompt's tokens from position `start` on."""
 
@@ -82,8 +91,10 @@ class StepResult:
     """What a forward pass gave: one token for each of the plan's samples."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: list[TokenLogprobs | Candidates | None] | None = None  # candidates for beams
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None
+    # Samples without a token, since no logit was above -inf; what stands in their place in `tokens` means nothing.
+    failed: list[int] = field(default_factory=list)
 
 
 class Event(NamedTuple):

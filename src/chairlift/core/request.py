@@ -57,14 +57,26 @@ class Request:
         """With how many alternatives each token's log-probability must be known; None: not at all."""
         params = self.params
         asked = EVERY if params.logprobs == ALL else params.logprobs
-        if params.use_beam_search:
-            return max(asked or 0, params.width * (1 + max(1, len(self.stop_ids))))
-        return 0 if asked is None and params.width > params.n else asked
+        return 0 if asked is None and (params.use_beam_search or params.width > params.n) else asked
 
     @property
     def prompt_scored(self) -> int | None:
         """The same for the prompt's tokens."""
         return EVERY if self.params.prompt_logprobs == ALL else self.params.prompt_logprobs
+
+    @property
+    def no_token_error(self) -> str:
+        """Why a step found no token for it."""
+        rules = {
+            "allowed_token_ids": self.params.allowed_token_ids,
+            "bad_words": self.bad_words,
+            "min_tokens": self.params.min_tokens,
+            "logits_processors": self.processors,
+        }
+        named = [name for name, value in rules.items() if value]
+        if not named:
+            return "no token can be chosen: the model's logits are not numbers; check its weights and its dtype"
+        return f"no token is left to choose under {' and '.join(named)}: allow more tokens"
 
     @property
     def stop_ids(self) -> frozenset[int]:

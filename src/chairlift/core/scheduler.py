@@ -14,7 +14,7 @@ from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.memory import Memory
-from chairlift.core.plan import Event, Outcome, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Candidates, Event, Outcome, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
@@ -184,6 +184,10 @@ class Scheduler:
         ]
         self.memory.confirm(step)
         self.memory.is_behind = True
+        for sequence in (step.samples[place] for place in result.failed):
+            if sequence.phase is not Phase.DONE:
+                request = sequence.request
+                events += self._end(self._live[request.id], FinishReason.ERROR, request.no_token_error)
         odd: set[Sequence] = set()  # of whom there is other news than a token
         is_scored = result.logprobs is not None
         for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
@@ -200,12 +204,12 @@ class Scheduler:
         usual = [pair for pair in zip(step.samples, result.tokens, strict=True) if pair[0] not in odd]
         return Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events)
 
-    def _take(self, sequence: Sequence, token: int, scored: TokenLogprobs | None) -> list[Event] | None:
+    def _take(self, sequence: Sequence, token: int, scored: TokenLogprobs | Candidates | None) -> list[Event] | None:
         """Take in a token with which there may be more to do; the news if it is not just the token."""
         if sequence.phase is Phase.DONE:
             return []  # it ended while this step was in flight: the token is one too many
-        if isinstance(sequence.beams, Beams):
-            return self._search(sequence, sequence.beams, scored)
+        if isinstance(scored, Candidates):
+            return self._search(sequence, scored)
         sequence.tokens.append(token)
         reason = None
         if token in sequence.stop_ids:
@@ -375,10 +379,11 @@ class Scheduler:
 
     # ---- beams
 
-    def _search(self, sequence: Sequence, beams: Beams, scored: TokenLogprobs | None) -> list[Event]:
+    def _search(self, sequence: Sequence, candidates: Candidates) -> list[Event]:
         """A beam has been computed; with the last of them, the next are chosen, or the search is over."""
-        assert scored is not None, "beams need the log-probabilities of their tokens"
-        if sequence.phase is not Phase.RUNNING or not beams.offer(sequence, scored):
+        beams = sequence.beams
+        assert isinstance(beams, Beams), "only beams have candidates"
+        if sequence.phase is not Phase.RUNNING or not beams.offer(sequence, candidates):
             return []
         going = beams.choose()
         staying, leaving = beams.members[: len(going)], beams.members[len(going) :]

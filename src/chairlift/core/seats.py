@@ -27,6 +27,7 @@ class Seats:
         self._policy = policy
         self._waiting = waiting
         self._counters = counters
+        self._roomy: tuple[StepPlan, Search] | None = None  # the plan, and the search in it that has room for all beams
 
     def obstacle(self, sequence: Sequence) -> str:
         """What keeps a waiting sequence from a seat."""
@@ -111,6 +112,8 @@ class Seats:
         """Whether a beam goes on in this step: not while others have yet to offer, nor without room for all of them."""
         if sequence.computed >= len(sequence.tokens):
             return False
+        if self._roomy == (step, beams):
+            return True  # found for the first of them: nothing is planned between one beam and the next
         # Those before it have their slice of this step already, and with it the room for its token.
         together = [each for each in beams.members if each.computed < len(each.tokens)]
         while sum(map(self._memory.growth, together)) > self._memory.pool.available:
@@ -119,6 +122,7 @@ class Seats:
             self._preempt(step, self._policy.victim(others) if others else sequence)
             if not others:
                 return False
+        self._roomy = step, beams
         return True
 
     def _may_yield(self, step: StepPlan, sequence: Sequence) -> bool:

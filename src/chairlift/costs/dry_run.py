@@ -96,3 +96,5 @@ def warm_up_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) 
     sampling.likeliest(logits)
     for each in (None, filters):
         sampling.draw(logits, one, one.long().expand(1, 2).contiguous(), each)
+    history = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    sampling.penalize_(logits, one.long() - 1, history, one.long(), one.long(), one, one, one)

@@ -21,7 +21,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
 from chairlift.costs.calibrate import calibrate
-from chairlift.costs.dry_run import compile_kernels, dry_run
+from chairlift.costs.dry_run import compile_kernels, dry_run, warm_up_sampling
 from chairlift.engine.engine import Engine
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.executor import TorchExecutor
@@ -117,6 +117,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
             dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
+            warm_up_sampling(config.vocab_size, torch.float32, device)
         start, tried = time.monotonic(), min(_TRIED, limits.max_length)
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / tried

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -11,40 +12,22 @@ import torch
 
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
-from chairlift.core.plan import PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Candidates, PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
 from chairlift.execution.crowding import Crowding
 from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.scores import Offers, Scores, Scoring, score_tokens
 from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
+from chairlift.ops.filters import NOTHING
 from chairlift.ops.kv_cache import KvCache
-from chairlift.ops.sampling import score
 from chairlift.ops.triton_found import HAS_TRITON
 
 _SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
-
-
-@dataclass(slots=True, eq=False)
-class Scores:
-    """Log-probabilities of some tokens, in host memory or on their way there: `collect` waits for the step's event."""
-
-    tokens: torch.Tensor
-    chosen: torch.Tensor
-    ranks: torch.Tensor
-    top_values: torch.Tensor
-    top_ids: torch.Tensor
-
-    def entries(self, counts: list[int]) -> list[TokenLogprobs]:
-        """As records, each with as many alternatives as were asked for."""
-        columns = [t.tolist() for t in (self.tokens, self.chosen, self.ranks, self.top_ids, self.top_values)]
-        return [
-            TokenLogprobs(token, logprob, rank, list(zip(ids[:count], values[:count], strict=True)))
-            for token, logprob, rank, ids, values, count in zip(*columns, counts, strict=True)
-        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +36,8 @@ class Ticket:
 
     tokens: np.ndarray
     done: torch.Event | None
-    scores: tuple[list[int], list[int], Scores] | None  # which samples, how many alternatives each, what they are
-    prompt_scores: list[tuple[Sequence, int, int, Scores]]
+    scores: list[tuple[list[int], Scores | Offers]]  # of which samples
+    prompt_scores: list[tuple[Sequence, int, Scores]]  # from which position on
 
 
 class Decodes(NamedTuple):
@@ -85,7 +68,8 @@ class TorchExecutor:
         self._device = decoder.device
         grouping = self._group() if shared_reads else None
         self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device, grouping)
-        self._sampler = Sampler(limits.max_sequences, self._rows.tokens)
+        self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
+        self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._limits = limits
@@ -98,9 +82,6 @@ class TorchExecutor:
         # Where the tokens of a step arrive: they are read long before its turn comes again.
         places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
-        # By row: alternatives whose log-probabilities are asked for (-1: none), and whether those of the prompt are.
-        self._scored = np.full(limits.max_sequences, -1)
-        self._reads_prompt = np.zeros(limits.max_sequences, bool)
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> None:
@@ -131,9 +112,8 @@ class TorchExecutor:
         self._rows.update(plan)
         for sequence in plan.placed:
             self._sampler.place(sequence)
-            self._scored[sequence.row] = -1 if sequence.request.scored is None else sequence.request.scored
-            self._reads_prompt[sequence.row] = sequence.request.params.prompt_logprobs is not None
-        prompt_scores: list[tuple[Sequence, int, int, Scores]] = []
+            self._scoring.place(sequence)
+        prompt_scores: list[tuple[Sequence, int, Scores]] = []
         self._decodes = self._find_decodes(plan)
         if self._decodes is not None and self._graphs is not None:
             _, rows, starts, is_greedy, scored = self._decodes
@@ -144,17 +124,14 @@ class TorchExecutor:
             positions = np.array([sequence.computed for sequence in plan.samples], np.int64)  # where these will stand
             logits, tokens, prompt_scores = self._read(plan, rows, positions)
             if not plan.samples:
-                return Ticket(np.empty(0, np.int64), self._record(), None, prompt_scores)
-            scored = np.flatnonzero(self._scored[rows] >= 0)
+                return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
+            scored = self._scoring.find(rows)
         which = self._send(scored) if scored.size else None
         raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
         if tokens is None:
             tokens = self._sampler.sample(logits, rows, positions)
             self._rows.put(rows, positions, tokens)
-        scores = None
-        if which is not None:
-            counts = self._scored[rows[scored]].tolist()
-            scores = scored.tolist(), counts, self._score(raw, tokens[which], max(counts))
+        scores = [] if which is None else self._scoring.score(raw, tokens[which], rows[scored], scored)
         return Ticket(self._bring(tokens), self._record(), scores, prompt_scores)
 
     def _find_decodes(self, plan: StepPlan) -> Decodes | None:
@@ -169,12 +146,10 @@ class TorchExecutor:
             samples, rows, starts, is_greedy, scored = last
             return Decodes(samples, rows, starts + 1, is_greedy, scored)
         rows = np.array([sequence.row for sequence in plan.sequences])
-        if self._reads_prompt[rows].any():
+        if self._scoring.reads_prompts(rows):
             return None
         starts = np.array(plan.starts)
-        return Decodes(
-            plan.samples, rows, starts, self._sampler.is_greedy(rows), np.flatnonzero(self._scored[rows] >= 0)
-        )
+        return Decodes(plan.samples, rows, starts, self._sampler.is_greedy(rows), self._scoring.find(rows))
 
     def _group(self) -> Grouping | None:
         """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
@@ -188,14 +163,14 @@ class TorchExecutor:
 
     def _read(
         self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[Sequence, int, int, Scores]]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[Sequence, int, Scores]]]:
         """A step with prompts in it: logits of what is sampled, its tokens if they are known, the prompts' scores.
 
         The tokens sampled will stand at these rows and positions.
         """
         self._rows.tell_changes()
         flat, wanted = Flat.of(plan), np.array(plan.sampled_at, np.int64)
-        is_scored = bool(self._reads_prompt[flat.rows].any())
+        is_scored = self._scoring.reads_prompts(flat.rows)
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
         if self._mixed is not None and size is not None:
             shared = self._rows.find_shared(flat.rows[: flat.decodes], flat.contexts[: flat.decodes])
@@ -217,19 +192,19 @@ class TorchExecutor:
                 raise DeviceError(str(error)) from error
             self._events.append(ticket.done)
         tokens = ticket.tokens.tolist()
-        logprobs: list[TokenLogprobs | None] | None = None
-        if ticket.scores is not None:
-            scored, counts, scores = ticket.scores
-            logprobs = [None] * len(tokens)
-            for i, entry in zip(scored, scores.entries(counts), strict=True):
-                logprobs[i] = entry
+        logprobs: list[TokenLogprobs | Candidates | None] | None = [None] * len(tokens) if ticket.scores else None
+        for places, scores in ticket.scores:
+            assert logprobs is not None
+            entries: Iterable[TokenLogprobs | Candidates] = scores.entries()
+            for place, entry in zip(places, entries, strict=True):
+                logprobs[place] = entry
         prompts = [
-            (sequence, PromptLogprobs(start, scores.entries([count] * len(scores.tokens))))
-            for sequence, start, count, scores in ticket.prompt_scores
+            (sequence, PromptLogprobs(start, scores.entries())) for sequence, start, scores in ticket.prompt_scores
         ]
-        return StepResult(tokens, logprobs, prompts or None)
+        failed = [place for place, token in enumerate(tokens) if token == NOTHING] if NOTHING in tokens else []
+        return StepResult(tokens, logprobs, prompts or None, failed)
 
-    def _score_prompts(self, slices: list[Slice], hidden: torch.Tensor) -> list[tuple[Sequence, int, int, Scores]]:
+    def _score_prompts(self, slices: list[Slice], hidden: torch.Tensor) -> list[tuple[Sequence, int, Scores]]:
         """Log-probabilities of prompt tokens, each predicted by the token before it."""
         found = []
         offset = 0
@@ -241,14 +216,9 @@ class TorchExecutor:
                     stop = min(first + _SCORED_ROWS, last)
                     logits = self._decoder.logits(hidden[offset + first - start : offset + stop - start])
                     targets = self._rows.tokens[sequence.row, first + 1 : stop + 1].clone()
-                    found.append((sequence, first + 1, asked, self._score(logits, targets, asked)))
+                    found.append((sequence, first + 1, score_tokens(logits, targets, [asked] * (stop - first))))
             offset += count
         return found
-
-    def _score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Scores:
-        """Score tokens, and send the scores to pinned host memory: reading them must not wait for the next step."""
-        found = score(logits.float(), tokens, min(top, logits.shape[-1]))
-        return Scores(*(each.to("cpu", non_blocking=True) for each in (tokens, *found)))
 
     def _send(self, indices: np.ndarray) -> torch.Tensor:
         """Indices on the device; `torch.tensor` there would wait for all that it is doing."""

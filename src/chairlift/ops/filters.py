@@ -13,3 +13,8 @@ class Filters(NamedTuple):
     top_k: torch.Tensor  # 0: all
     top_p: torch.Tensor
     min_p: torch.Tensor
+
+
+# The id that stands for no token: no logit of the row is above -inf. As an int32 it is 0, so that a row of tokens which
+# holds it can still be read by a step that is launched before the host has seen it.
+NOTHING = 1 << 32

@@ -11,15 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.ops.filters import Filters
+from chairlift.ops.filters import NOTHING, Filters
 
 _PROGRAMS = 512  # that share a batch of rows, about: a few for each of a GPU's processors; no row has more
 _TILE = 2048  # logits that a program looks at together
+_NOTHING = tl.constexpr(NOTHING)
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # bits of float32 that the narrower ones do not use
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The id of each row's highest logit, the first of equals."""
+    """The id of each row's highest logit, the first of equals; NOTHING where no logit is above -inf."""
     return _search(logits, None, None, None)
 
 
@@ -101,7 +102,8 @@ def _best_of_part(
     top = tl.max(best, 0)
     at = row * tl.num_programs(1) + part
     tl.store(values_at + at, top)
-    tl.store(ids_at + at, tl.min(tl.where(best == top, found, 0x7FFFFFFF), 0).to(tl.int64))
+    chosen = tl.min(tl.where(best == top, found, 0x7FFFFFFF), 0).to(tl.int64)
+    tl.store(ids_at + at, tl.where(top > float("-inf"), chosen, _NOTHING))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -110,8 +112,8 @@ def _best_of_all(values_at, ids_at, tokens_at, parts, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     values = tl.load(values_at + row * parts + part, mask=part < parts, other=float("-inf"))
-    ids = tl.load(ids_at + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
-    tl.store(tokens_at + row, tl.min(tl.where(values == tl.max(values, 0), ids, 0x7FFFFFFF), 0))
+    ids = tl.load(ids_at + row * parts + part, mask=part < parts, other=_NOTHING)
+    tl.store(tokens_at + row, tl.min(tl.where(values == tl.max(values, 0), ids, _NOTHING), 0))
 
 
 @triton.jit

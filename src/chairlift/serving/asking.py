@@ -39,7 +39,7 @@ MOST = {
     "logit_bias": 1024,
     "prompt": 256,
 }
-_LONGEST_STOP = 1024  # characters
+_LONGEST = {"stop": 1024, "bad_words": 128}  # characters of an entry: every step looks for all of them
 _LARGE_TEXT = 20_000  # characters that take long enough to tokenize that the event loop must not wait for them
 # A template is the operator's; these names are how we fill it in.
 _OURS = frozenset(inspect.signature(render).parameters) - {"kwargs"}
@@ -143,10 +143,11 @@ def check_sizes(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if isinstance(value, (list, dict)) and len(value) > most:
             raise RequestError(f"{name} has {len(value)} entries: send at most {most}")
-    stops = body.get("stop")
-    for stop in [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else ():
-        if isinstance(stop, str) and len(stop) > _LONGEST_STOP:
-            raise RequestError(f"stop has an entry of {len(stop)} characters: use at most {_LONGEST_STOP}")
+    for name, longest in _LONGEST.items():
+        given = body.get(name)
+        for entry in [given] if isinstance(given, str) else given if isinstance(given, list) else ():
+            if isinstance(entry, str) and len(entry) > longest:
+                raise RequestError(f"{name} has an entry of {len(entry)} characters: use at most {longest}")
 
 
 async def off_loop(work: Callable[[], T], size: int) -> T:

@@ -353,19 +353,16 @@ def as_news(key: int, event: Event) -> News:
         None if event.finish_reason is None else event.finish_reason.value,
         sequence.started if is_first else None,
         sequence.cached if is_first else 0,
-        None if event.logprobs is None else _scored(event.logprobs, sequence.request.params.logprobs),
+        None if event.logprobs is None else _scored(event.logprobs),
         None
         if event.prompt_logprobs is None
-        else PromptScores(
-            event.prompt_logprobs.start, [_scored(entry, len(entry.top)) for entry in event.prompt_logprobs.entries]
-        ),
+        else PromptScores(event.prompt_logprobs.start, list(map(_scored, event.prompt_logprobs.entries))),
         event.error,
     )
 
 
-def _scored(entry: TokenLogprobs, asked: int | None) -> Scored:
-    """Without the alternatives that only the search for beams went by."""
-    return Scored(entry.token, entry.logprob, entry.rank, entry.top[: asked or 0])
+def _scored(entry: TokenLogprobs) -> Scored:
+    return Scored(entry.token, entry.logprob, entry.rank, entry.top)
 
 
 def start(job: Job) -> tuple[Engine, Hello, float]:

@@ -52,7 +52,9 @@ _SAMPLING: dict[str, Schema] = {
         "maxProperties": 1024,
     },
     "allowed_token_ids": {"anyOf": [{**_IDS, "minItems": 1}, {"type": "null"}]},
-    "bad_words": {"anyOf": [{"type": "array", "items": _TEXT, "maxItems": 256}, {"type": "null"}]},
+    "bad_words": {
+        "anyOf": [{"type": "array", "items": {**_TEXT, "maxLength": 128}, "maxItems": 256}, {"type": "null"}]
+    },
     "ignore_eos": _SWITCH,
     "include_stop_str_in_output": _SWITCH,
     "skip_special_tokens": _SWITCH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chairlift.core.params import ALL, SamplingParams
+from chairlift.core.params import SamplingParams
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import FinishReason
 from chairlift.text.detokenizer import IncrementalDetokenizer
@@ -52,7 +52,6 @@ class AnswerReader:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        self._alternatives = None if params.logprobs == ALL else params.logprobs
         if params.logprobs is not None:
             self.answer.logprobs = []
         if params.logprobs is not None or params.use_beam_search or params.width > params.n:
@@ -93,9 +92,8 @@ class AnswerReader:
         answer.token_ids.append(token)
         if scored is not None:
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + scored.logprob
-            if answer.logprobs is not None:  # a search for beams went by more alternatives than were asked for
-                asked = scored._replace(top=scored.top[: self._alternatives])
-                answer.logprobs.append(describe(asked, self._tokenizer))
+            if answer.logprobs is not None:
+                answer.logprobs.append(describe(scored, self._tokenizer))
         if self._detokenizer is None or (is_stop and not self._params.include_stop_str_in_output):
             return ""
         new = self._detokenizer.push([token])

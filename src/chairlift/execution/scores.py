@@ -1,0 +1,132 @@
+"""Scores: the log-probabilities that requests ask for, and the candidates that a beam search chooses from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from chairlift.core.plan import Candidates, TokenLogprobs
+from chairlift.core.request import Sequence
+from chairlift.ops.batch import send
+from chairlift.ops.sampling import candidates, score
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """Log-probabilities of some tokens, in host memory or on their way there: `collect` waits for the step's event."""
+
+    counts: list[int]  # alternatives that are asked for, of each
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    top_values: torch.Tensor
+    top_ids: torch.Tensor
+
+    def entries(self) -> list[TokenLogprobs]:
+        """As records, each with as many alternatives as were asked for."""
+        columns = (each.tolist() for each in (self.tokens, self.chosen, self.ranks))
+        return [
+            TokenLogprobs(token, logprob, rank, _pairs(ids[:count], values[:count]))
+            for token, logprob, rank, ids, values, count in zip(
+                *columns, self.top_ids.numpy(), self.top_values.numpy(), self.counts, strict=True
+            )
+        ]
+
+
+class Search(NamedTuple):
+    """What one row's part in a beam search needs to know."""
+
+    width: int
+    alternatives: int  # that its client asked for
+    stops: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class Offers:
+    """The likeliest tokens of some beams, in host memory or on their way there."""
+
+    searches: list[Search]
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    def entries(self) -> list[Candidates]:
+        """As records, each with no more than its search can use."""
+        found = []
+        for search, ids, values in zip(self.searches, self.ids.numpy(), self.values.numpy(), strict=True):
+            used, asked = search.width + search.stops.size, search.alternatives
+            found.append(Candidates(ids[:used].tolist(), values[:used].tolist(), _pairs(ids[:asked], values[:asked])))
+        return found
+
+
+class Scoring:
+    """Knows, by row, which log-probabilities are asked for."""
+
+    def __init__(self, seats: int, device: torch.device) -> None:
+        self._device = device
+        self._alternatives = np.full(seats, -1)  # -1: nothing is asked for
+        self._reads_prompt = np.zeros(seats, bool)
+        self._searches: dict[int, Search] = {}
+
+    def place(self, sequence: Sequence) -> None:
+        """Take in what the new sequence of a row asks for."""
+        row, request = sequence.row, sequence.request
+        self._alternatives[row] = -1 if request.scored is None else request.scored
+        self._reads_prompt[row] = request.params.prompt_logprobs is not None
+        self._searches.pop(row, None)
+        if request.params.use_beam_search:
+            stops = np.fromiter(request.stop_ids, np.int64)
+            self._searches[row] = Search(request.params.width, request.scored or 0, stops)
+
+    def find(self, rows: np.ndarray) -> np.ndarray:
+        """Which of these rows have something to score."""
+        return np.flatnonzero(self._alternatives[rows] >= 0)
+
+    def reads_prompts(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows wants its prompt's log-probabilities."""
+        return bool(self._reads_prompt[rows].any())
+
+    def score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, places: np.ndarray
+    ) -> list[tuple[list[int], Scores | Offers]]:
+        """Score the tokens of rows, or find the candidates of those that are beams; each with its place in the step."""
+        is_beam = np.array([row in self._searches for row in rows.tolist()])
+        found: list[tuple[list[int], Scores | Offers]] = []
+        for kind in (False, True):
+            chosen = np.flatnonzero(is_beam == kind)
+            if not chosen.size:
+                continue
+            part, own = logits, tokens
+            if chosen.size < rows.size:
+                which = send(self._device, chosen)[0].long()
+                part, own = logits[which], tokens[which]
+            scores = self._find_offers(part, rows[chosen]) if kind else self._score_rows(part, own, rows[chosen])
+            found.append((places[chosen].tolist(), scores))
+        return found
+
+    def _score_rows(self, logits: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray) -> Scores:
+        return score_tokens(logits, tokens, self._alternatives[rows].tolist())
+
+    def _find_offers(self, logits: torch.Tensor, rows: np.ndarray) -> Offers:
+        searches = [self._searches[row] for row in rows.tolist()]
+        most = max(search.stops.size for search in searches)
+        stops, is_stop = np.zeros((rows.size, most), np.int64), np.zeros((rows.size, most), np.int64)
+        for at, search in enumerate(searches):
+            stops[at, : search.stops.size] = search.stops
+            is_stop[at, : search.stops.size] = 1
+        count = max(max(search.width, search.alternatives) for search in searches)
+        ids, real = send(self._device, stops, is_stop)
+        found = candidates(logits.float(), ids.long(), real.bool(), min(count, logits.shape[-1]))
+        return Offers(searches, *(each.to("cpu", non_blocking=True) for each in found))
+
+
+def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> Scores:
+    """Score tokens, and send the scores to pinned host memory: reading them must not wait for the next step."""
+    found = score(logits.float(), tokens, min(max(counts), logits.shape[-1]))
+    return Scores(counts, *(each.to("cpu", non_blocking=True) for each in (tokens, *found)))
+
+
+def _pairs(ids: np.ndarray, values: np.ndarray) -> list[tuple[int, float]]:
+    return list(zip(ids.tolist(), values.tolist(), strict=True))

@@ -1,0 +1,173 @@
+"""Choosing tokens on a CPU, compiled: each row is one thread's, and no row is sorted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def likeliest(logits: np.ndarray, out: np.ndarray, nothing: int, threads: int) -> None:
+    """Write the id of each row's highest logit, the first of equals; `nothing` where no logit is above -inf."""
+    rows, vocabulary = logits.shape
+    for thread in prange(threads):
+        for row in range(thread, rows, threads):
+            best = _peak(logits, row)
+            found = 0
+            while found < vocabulary - 1 and logits[row, found] != best:
+                found += 1
+            out[row] = found if best > -np.inf else nothing  # which NaN is not, either
+
+
+@njit(nogil=True, fastmath={"reassoc", "nsz"})
+def _peak(logits: np.ndarray, row: int) -> Any:
+    best = logits[row, 0]
+    for i in range(logits.shape[1]):
+        best = max(best, logits[row, i])
+    return best
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def uniform(keys: np.ndarray, out: np.ndarray, threads: int) -> None:
+    """Write the numbers of sampling.uniform_reference."""
+    rows, vocabulary = out.shape
+    for thread in prange(threads):
+        for row in range(rows):
+            first, second = numba.uint32(keys[row, 0]), numba.uint32(keys[row, 1])
+            for i in range(vocabulary * thread // threads, vocabulary * (thread + 1) // threads):
+                x = numba.uint32(numba.uint32(i) * numba.uint32(GOLDEN)) ^ first
+                x = numba.uint32((x ^ (x >> numba.uint32(16))) * numba.uint32(MIX1))
+                x = numba.uint32(x + second)
+                x = numba.uint32((x ^ (x >> numba.uint32(15))) * numba.uint32(MIX2))
+                x = x ^ (x >> numba.uint32(16))
+                out[row, i] = (numba.float32(x >> numba.uint32(9)) + numba.float32(0.5)) * numba.float32(2.0**-23)
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def penalize(
+    logits: np.ndarray,
+    which: np.ndarray,
+    history: np.ndarray,
+    prompt_lengths: np.ndarray,
+    lengths: np.ndarray,
+    repetition: np.ndarray,
+    presence: np.ndarray,
+    frequency: np.ndarray,
+    threads: int,
+) -> None:
+    """Do what sampling.penalize_reference_ does, to the tokens of the history alone."""
+    for thread in prange(threads):
+        is_seen = np.zeros(logits.shape[1], np.bool_)
+        counts = np.zeros(logits.shape[1], np.int32)
+        for row in range(thread, which.size, threads):
+            tokens = history[row, : lengths[row]]
+            for i in range(prompt_lengths[row], tokens.size):
+                counts[tokens[i]] += 1
+            for token in tokens:
+                if is_seen[token]:
+                    continue
+                is_seen[token] = True
+                x = logits[which[row], token]
+                x = x / repetition[row] if x > 0 else x * repetition[row]
+                if counts[token]:
+                    x -= frequency[row] * numba.float32(counts[token])
+                    x -= presence[row]
+                logits[which[row], token] = x
+            for token in tokens:
+                is_seen[token], counts[token] = False, 0
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def keep_likeliest(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, threads: int) -> None:
+    """Write -inf to all that min_p, then top_k (0: all), then top_p leave out; of equals, the first ids stay."""
+    rows, vocabulary = logits.shape
+    for thread in prange(threads):
+        values, weights = np.empty(vocabulary, np.float32), np.empty(vocabulary)
+        for row in range(thread, rows, threads):
+            x = logits[row]
+            if min_p[row] > 0:
+                _cut(x, _peak(logits, row) + np.log(min_p[row]), vocabulary)
+            if 0 < top_k[row] < vocabulary:
+                count = _gather(x, values)
+                weights[:count] = 1.0
+                if count > top_k[row]:
+                    _cut(x, *_find_cut(values, weights, count, float(top_k[row])))
+            if top_p[row] < 1:
+                count = _gather(x, values)
+                peak = values[:count].max() if count else numba.float32(0.0)
+                total = 0.0
+                for i in range(count):
+                    weights[i] = np.exp(values[i] - peak)
+                    total += weights[i]
+                if count:
+                    _cut(x, *_find_cut(values, weights, count, float(top_p[row]) * total))
+
+
+@njit(nogil=True)
+def _gather(x: np.ndarray, values: np.ndarray) -> int:
+    """Collect what is above -inf; how many there are."""
+    count = 0
+    for value in x:
+        if value > -np.inf:
+            values[count] = value
+            count += 1
+    return count
+
+
+@njit(nogil=True)
+def _find_cut(values: np.ndarray, weights: np.ndarray, count: int, goal: float) -> tuple[Any, int]:
+    """Find the value at which the highest values together reach a weight, and how many that have it are needed.
+
+    As quicksort does, but only in the part where the value lies: the time is in proportion to the count.
+    """
+    first, end, above = 0, count, 0.0
+    while True:
+        pivot = _median(values[first], values[(first + end) // 2], values[end - 1])
+        # [first, left) is higher than the pivot, [left, at) equal to it, [right, end) lower
+        left, at, right = first, first, end
+        higher, equal = 0.0, 0.0
+        while at < right:
+            value, weight = values[at], weights[at]
+            if value > pivot:
+                values[at], weights[at] = values[left], weights[left]
+                values[left], weights[left] = value, weight
+                higher += weight
+                left += 1
+                at += 1
+            elif value < pivot:
+                right -= 1
+                values[at], weights[at] = values[right], weights[right]
+                values[right], weights[right] = value, weight
+            else:
+                equal += weight
+                at += 1
+        if left > first and above + higher >= goal:
+            end = left
+        elif right == end or above + higher + equal >= goal:
+            alike = right - left
+            each = equal / alike
+            needed = np.ceil((goal - above - higher) / each) if each > 0 else 1.0
+            return pivot, int(min(max(needed, 1.0), alike))
+        else:
+            above += higher + equal
+            first = right
+
+
+@njit(nogil=True)
+def _median(a: Any, b: Any, c: Any) -> Any:
+    return max(min(a, b), min(max(a, b), c))
+
+
+@njit(nogil=True)
+def _cut(x: np.ndarray, lowest: Any, needed: int) -> None:
+    """Write -inf to all below `lowest`, and to those equal to it behind the first that are needed."""
+    for i in range(x.size):
+        if x[i] == lowest and needed > 0:
+            needed -= 1
+        elif not x[i] > lowest:
+            x[i] = -np.inf

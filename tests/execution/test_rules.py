@@ -1,0 +1,116 @@
+"""Rules of many requests, applied at once, change what each would have changed alone, in as many operations."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chairlift.core.params import SamplingParams
+from chairlift.core.request import Request, Sequence
+from chairlift.execution.rules import Rules
+
+VOCABULARY, SEATS, LENGTH = 50, 70, 64
+
+
+def place(rules: Rules, request: Request, rows: list[int]) -> None:
+    """Give a request's answers these rows."""
+    for index, row in enumerate(rows):
+        sequence = Sequence(request, 0, LENGTH, index)
+        sequence.row = row
+        rules.place(sequence)
+
+
+def ruled_alone(logits: torch.Tensor, request: Request, tokens: list[int]) -> torch.Tensor:
+    """What one row's rules make of its logits, word by word."""
+    params, logits = request.params, logits.clone()
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if params.allowed_token_ids:
+        logits[[token for token in range(VOCABULARY) if token not in params.allowed_token_ids]] = -torch.inf
+    if len(tokens) < len(request.prompt) + params.min_tokens:
+        logits[list(request.stop_ids)] = -torch.inf
+    for *begun, last in request.bad_words:
+        if len(begun) <= len(tokens) and tokens[len(tokens) - len(begun) :] == begun:
+            logits[last] = -torch.inf
+    return logits
+
+
+def make_request(draw: random.Random) -> Request:
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(VOCABULARY) for _ in range(count)]
+
+    given: dict[str, Any] = {"max_tokens": 100}
+    if draw.random() < 0.4:
+        given["logit_bias"] = {token: draw.uniform(-5, 5) for token in ids(5)}
+    if draw.random() < 0.3:
+        given["allowed_token_ids"] = ids(20)
+    if draw.random() < 0.5:
+        given |= {"min_tokens": draw.randrange(10), "stop_token_ids": ids(3)}
+    few = [draw.randrange(4) for _ in range(3)]  # so that rows do end as words begin
+    words = tuple(tuple(draw.choice(few) for _ in range(draw.randint(1, 5))) for _ in range(draw.choice((0, 0, 3, 30))))
+    return Request("r", [0] * draw.randint(1, 6), SamplingParams(**given), bad_words=words)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_requests_at_once_are_ruled_as_each_alone(seed: int) -> None:
+    draw = random.Random(seed)
+    tokens = torch.tensor([[draw.randrange(4) for _ in range(LENGTH)] for _ in range(SEATS)], dtype=torch.int32)
+    rules = Rules(tokens, VOCABULARY)
+    free, owner = list(range(SEATS)), {}
+    draw.shuffle(free)
+    for _ in range(12):
+        request = make_request(draw)
+        rows = [free.pop() for _ in range(draw.randint(1, 5))]
+        place(rules, request, rows)
+        owner |= dict.fromkeys(rows, request)
+    for _ in range(6):
+        rows = np.array(draw.sample(sorted(owner), draw.randint(1, len(owner))))
+        start = np.array([draw.randint(len(owner[row].prompt), 20) for row in rows.tolist()])
+        for later in range(3):  # as a batch decodes: what was prepared for the first step serves the others
+            positions = start + later
+            logits = torch.randn(rows.size, VOCABULARY)
+            known = [tokens[row, :position].tolist() for row, position in zip(rows, positions, strict=True)]
+            pairs = zip(logits, rows.tolist(), known, strict=True)
+            expected = torch.stack([ruled_alone(each, owner[row], before) for each, row, before in pairs])
+            rules.apply_(logits, rows, positions)
+            assert torch.equal(logits, expected)
+        row = draw.choice(sorted(owner))  # another takes its place
+        owner[row] = make_request(draw)
+        place(rules, owner[row], [row])
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(rows: int, ids: int) -> int:
+    """How many a step takes for one request of so many answers, words, stop tokens and biases."""
+    rules = Rules(torch.zeros(SEATS, LENGTH, dtype=torch.int32), VOCABULARY)
+    params = SamplingParams(
+        logit_bias=dict.fromkeys(range(ids), 1.0), stop_token_ids=list(range(ids)), min_tokens=20, max_tokens=40
+    )
+    words = tuple((0, token) for token in range(ids))
+    place(rules, Request("r", [1, 2, 3], params, bad_words=words), list(range(rows)))
+    counted = 0
+    for position in (5, 6):
+        with Operations() as operations:
+            rules.apply_(torch.zeros(rows, VOCABULARY), np.arange(rows), np.full(rows, position))
+        counted = operations.count
+    return counted
+
+
+def test_a_step_takes_as_many_operations_for_many_words_and_answers_as_for_one() -> None:
+    assert operations(rows=63, ids=VOCABULARY) == operations(rows=1, ids=1) < 40
