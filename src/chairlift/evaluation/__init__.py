@@ -1,4 +1,4 @@
 """Quality: how near our answers are to transformers' own, and what a smaller KV cache costs.
 
-The models are real, and so are the engines that are asked; nothing here is about speed alone.
+It compares whole engines on the same weights and the same prompts.
 """

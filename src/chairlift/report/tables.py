@@ -34,8 +34,8 @@ def table(
         show_header=has_header,
     )
     for number, column in enumerate(columns):
-        is_label = number < labels
-        shown.add_column(column, justify="left" if is_label else "right", no_wrap=not is_label)
+        is_number = number >= labels
+        shown.add_column(column, justify="right" if is_number else "left", no_wrap=is_number and has_header)
     for row in rows:
         if row is None:
             shown.add_section()

@@ -62,10 +62,10 @@ class Demand:
     def moments(self) -> Iterable[float]:
         """When requests are sent: all at once, unless there is a rate."""
         times = moments(self.arrivals, math.inf if self.rate is None else self.rate, self.burstiness, self.seed)
-        return times if self.duration is None else takewhile(self._is_in_time, times)
+        return takewhile(self._is_in_time, times)
 
     def queries(self) -> list[Query]:
-        """Every request of the run, in the order they are sent; the server's tokenizer reads texts, not we."""
+        """Every request of the run, in the order they are sent; texts stay texts for the server's tokenizer."""
         if self.is_recorded:
             return self._recorded()
         times, limit = self.moments(), self.requests
@@ -82,7 +82,7 @@ class Demand:
         if self.burstiness is not None:
             raise ChairliftError("burstiness shapes drawn arrivals, and a recording has its own: leave one of them out")
         found = at_rate(read_trace(Path(self.arrivals))[: self.requests], self.rate)
-        return found if self.duration is None else list(takewhile(lambda each: self._is_in_time(each.at), found))
+        return [each for each in found if self._is_in_time(each.at)]
 
     def _is_in_time(self, at: float) -> bool:
         return self.duration is None or at < self.duration
