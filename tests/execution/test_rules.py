@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,19 @@ from chairlift.core.request import Request, Sequence
 from chairlift.execution.rules import Rules
 
 VOCABULARY, SEATS, LENGTH = 50, 70, 64
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """On a GPU, any operation that waits for it is an error."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def place(rules: Rules, request: Request, rows: list[int]) -> None:
@@ -60,7 +75,7 @@ def make_request(draw: random.Random) -> Request:
 def test_many_requests_at_once_are_ruled_as_each_alone(seed: int) -> None:
     draw = random.Random(seed)
     tokens = torch.tensor([[draw.randrange(4) for _ in range(LENGTH)] for _ in range(SEATS)], dtype=torch.int32)
-    rules = Rules(tokens, VOCABULARY)
+    rules = Rules(tokens.to(DEVICE), VOCABULARY)
     free, owner = list(range(SEATS)), {}
     draw.shuffle(free)
     for _ in range(12):
@@ -77,8 +92,10 @@ def test_many_requests_at_once_are_ruled_as_each_alone(seed: int) -> None:
             known = [tokens[row, :position].tolist() for row, position in zip(rows, positions, strict=True)]
             pairs = zip(logits, rows.tolist(), known, strict=True)
             expected = torch.stack([ruled_alone(each, owner[row], before) for each, row, before in pairs])
-            rules.apply_(logits, rows, positions)
-            assert torch.equal(logits, expected)
+            given = logits.to(DEVICE)
+            with no_waiting():
+                rules.apply_(given, rows, positions)
+            assert torch.equal(given.cpu(), expected)
         row = draw.choice(sorted(owner))  # another takes its place
         owner[row] = make_request(draw)
         place(rules, owner[row], [row])

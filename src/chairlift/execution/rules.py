@@ -165,7 +165,7 @@ class Rules:
             bias = _ids(params.logit_bias), np.array(list(params.logit_bias.values()), np.float32)
         if params.allowed_token_ids:
             forbidden = torch.ones(self._vocabulary, dtype=torch.bool, device=self._device)
-            forbidden[self._places([_ids(params.allowed_token_ids)])] = False
+            forbidden.index_fill_(0, self._places([_ids(params.allowed_token_ids)]), False)
         return RequestRules(
             bias=bias,
             forbidden=forbidden,
