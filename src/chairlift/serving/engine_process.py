@@ -355,16 +355,14 @@ def as_news(key: int, event: Event) -> News:
         None if event.logprobs is None else _scored(event.logprobs, sequence.request.params.logprobs),
         None
         if event.prompt_logprobs is None
-        else PromptScores(
-            event.prompt_logprobs.start, [_scored(entry, len(entry.top)) for entry in event.prompt_logprobs.entries]
-        ),
+        else PromptScores(event.prompt_logprobs.start, msgspec.Raw(messages.encode(event.prompt_logprobs.entries))),
         event.error,
     )
 
 
 def _scored(entry: TokenLogprobs, asked: int | None) -> Scored:
     """Without the alternatives that only the search for beams went by."""
-    return Scored(entry.token, entry.logprob, entry.rank, entry.top[: asked or 0])
+    return Scored(entry.token, entry.logprob, entry.rank, msgspec.Raw(messages.encode(entry.top[: asked or 0])))
 
 
 def start(job: Job) -> tuple[Engine, Hello, float]:

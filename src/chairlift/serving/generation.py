@@ -16,9 +16,10 @@ from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.admission import Ticket
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
-from chairlift.serving.messages import REFUSED, News, Scored, Submit
+from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
-from chairlift.text.answer import best, describe, readers_of
+from chairlift.serving.reply_jobs import AnswerPart, OutputPart, read_scores
+from chairlift.text.answer import best, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
 BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
@@ -59,7 +60,10 @@ class Generation:
         self._ticket = ticket
         self._key = group.client.new_key()
         params = asked.params
-        self._readers = readers_of(asked.prompt, params, group.tokenizer)
+        self._readers = readers_of(asked.prompt, params, group.tokenizer, keep_scores=group.streams)
+        # What a whole reply is written from, as the engine sent it; a stream is sent as it comes.
+        self._scores: list[list[bytes]] = [[] for _ in self._readers]
+        self._prompt_scores: list[tuple[int, bytes]] = []
         self._last_token = [0.0] * len(self._readers)
         # A beam that is not among the n best has cost as much as one that is.
         self._cost = -(-params.width // params.n) if params.use_beam_search else 1
@@ -70,7 +74,7 @@ class Generation:
             outputs=[reader.answer for reader in self._readers],
             metrics=RequestMetrics(group.arrival),
         )
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and group.streams:
             self.output.prompt_logprobs = [None] * len(asked.prompt)
 
     def submit(self) -> None:
@@ -126,27 +130,67 @@ class Generation:
             if reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._fail(broken(news.error or "the request was ended by the engine"))
                 return
-        if news.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
-            start, entries = news.prompt_logprobs.start, news.prompt_logprobs.entries
-            told = [describe(_scored(entry), self._group.tokenizer) for entry in entries]
-            self.output.prompt_logprobs[start : start + len(told)] = told
+        if news.prompt_logprobs is not None:
+            self._prompt_scores.append((news.prompt_logprobs.start, bytes(news.prompt_logprobs.entries)))
         if news.token is None:
             return
         reader = self._readers[news.index]
         if reader.has_ended():
             return  # a token too many, from before the stop was known
         self._time(news)
-        text = reader.read(news.token, reason, None if news.logprobs is None else _scored(news.logprobs))
+        text = reader.read(news.token, reason, self._score(news))
         if reader.has_ended() and reason is None:
             self._group.client.stop(self._key, news.index)
         answer = reader.answer
         if self._group.streams:
             choice = self._first_choice + news.index
-            scores = None if answer.logprobs is None else [answer.logprobs[-1]]
+            scores = None if answer.logprobs is None else [answer.logprobs.pop()]
+            self._read_prompt_scores()
             self._group.push(Piece(choice, text, [news.token], scores, answer.finish_reason, answer.stop_reason))
         if all(each.has_ended() for each in self._readers):
             self.output.outputs = best(self.output.outputs, self.asked.params.n)
             self.end(str(answer.finish_reason))
+
+    def _score(self, news: News) -> TokenLogprobs | None:
+        """The token's log-probabilities, as far as they are of use before the reply is written."""
+        scored = news.logprobs
+        if scored is None:
+            return None
+        if self._group.streams:
+            return TokenLogprobs(scored.token, scored.logprob, scored.rank, decode_top(scored.top))
+        if self.asked.params.logprobs is not None:
+            self._scores[news.index].append(encode(scored))
+        return TokenLogprobs(scored.token, scored.logprob, scored.rank, [])
+
+    def _read_prompt_scores(self) -> None:
+        """With the first token those of the whole prompt are there: a stream has few (see scores.py)."""
+        if self._prompt_scores and self.output.prompt_logprobs is not None:
+            count = len(self.asked.prompt)
+            self.output.prompt_logprobs = read_scores(count, self._prompt_scores, self._group.tokenizer)
+            self._prompt_scores = []
+
+    def part(self) -> OutputPart:
+        """The prompt and its answers, for a whole reply."""
+        params, output = self.asked.params, self.output
+        kept = {id(reader.answer): scores for reader, scores in zip(self._readers, self._scores, strict=True)}
+        return OutputPart(
+            output.prompt,
+            output.prompt_token_ids,
+            [
+                AnswerPart(
+                    answer.index,
+                    answer.text,
+                    answer.token_ids,
+                    answer.finish_reason,
+                    answer.stop_reason,
+                    None if params.logprobs is None else kept[id(answer)],
+                )
+                for answer in output.outputs
+            ],
+            output.metrics.output_tokens,
+            output.num_cached_tokens,
+            None if params.prompt_logprobs is None else self._prompt_scores,
+        )
 
     def lose(self, message: str) -> None:
         """The engine is gone."""
@@ -308,7 +352,3 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         else:
             found[piece.choice] = piece
     return list(found.values())
-
-
-def _scored(entry: Scored) -> TokenLogprobs:
-    return TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top)
