@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from chairlift.text.answer import best, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
 BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
+_SCORES = 1 << 18  # log-probabilities that may wait so: some 60 MB
+_SCORES_AT_ONCE = 1 << 12  # in one piece of a stream: the event loop writes them in some 20 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +267,7 @@ class Answering:
     failure: Failure | None = None
     _pending: list[Piece] = field(default_factory=list)
     _waiting: int = 0  # tokens in them
+    _waiting_scores: int = 0
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
@@ -296,8 +300,9 @@ class Answering:
         try:
             while True:
                 if self._pending:
-                    pending, self._pending, self._waiting = self._pending, [], 0
-                    yield merged(pending)
+                    yield merged(self._take())
+                    if self._pending:  # a client that takes all it is sent would keep the loop for itself
+                        await asyncio.sleep(0)
                 elif self.failure is not None:
                     raise self.failure
                 elif self.is_done:
@@ -321,9 +326,26 @@ class Answering:
         """Keep a piece until the client is ready for it, within bounds."""
         self._pending.append(piece)
         self._waiting += 1
-        if self._waiting > BUFFER:
-            self.fail(Failure(f"the client left {BUFFER} tokens unread", 408, "timeout_error", "slow_reader"))
+        if piece.logprobs is not None:
+            self._waiting_scores += _scores_of(piece)
+        if self._waiting > BUFFER or self._waiting_scores > _SCORES:
+            unread = f"{self._waiting} tokens" + (
+                f" with {self._waiting_scores} log-probabilities" if self._waiting_scores else ""
+            )
+            self.fail(Failure(f"the client left {unread} unread", 408, "timeout_error", "slow_reader"))
         self.wake()
+
+    def _take(self) -> list[Piece]:
+        """What waits for the client, or as much of it as is written at once."""
+        count = len(self._pending)
+        if self._waiting_scores > _SCORES_AT_ONCE:
+            sums = itertools.accumulate(map(_scores_of, self._pending))
+            count = 1 + sum(1 for _ in itertools.takewhile(lambda total: total <= _SCORES_AT_ONCE, sums))
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        self._waiting = len(self._pending)
+        if self._waiting_scores:
+            self._waiting_scores -= sum(map(_scores_of, taken))
+        return taken
 
     def fail(self, failure: Failure) -> None:
         """End all of it for one reason."""
@@ -339,6 +361,10 @@ class Answering:
     def wake(self) -> None:
         """There is news."""
         self._news.set()
+
+
+def _scores_of(piece: Piece) -> int:
+    return sum(map(len, piece.logprobs or ()))
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:

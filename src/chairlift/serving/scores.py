@@ -69,6 +69,8 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
         return told
     each = params.width * (params.logprobs + 1)
     tokens = sum(_most_tokens(one, max_length) for one in asked)
+    if options.stream:  # which is sent as it comes: what waits for its client has a bound of its own
+        return min(MOST, told + each * tokens)
     if told + each * tokens > MOST:
         raise RequestError(
             f"logprobs is {params.logprobs}: {params.width} answers x {tokens:,} tokens x {params.logprobs + 1} may "
@@ -79,7 +81,7 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
 
 
 def with_room(asked: Asked, max_length: int) -> Asked:
-    """The request with an end to its answer, where it has none and its log-probabilities would be too many."""
+    """The request of a whole reply with an end to its answer, where log-probabilities would be too many without."""
     params = asked.params
     if params.max_tokens is not None or params.logprobs is None:
         return asked

@@ -163,7 +163,8 @@ class Call:
         asked = await (service.reader.chat if chat else service.reader.completion)(body, hello, self.attended)
         if options.stream:
             check_stream(asked[0].params)
-        asked = [with_room(each, hello.max_length) for each in asked]
+        else:
+            asked = [with_room(each, hello.max_length) for each in asked]
         scores = count_scores(asked, options, hello.max_length, chat=chat)
         service.scores.hold(scores)
         self.scores = scores
