@@ -28,7 +28,7 @@ from chairlift.processors import SafeProcessor
 from chairlift.prompts import Message, Prompt, PromptReader, as_list
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.track import Track
-from chairlift.vocabulary import read_tokenizer, spell_bad_words
+from chairlift.vocabulary import read_tokenizer
 
 __all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]
@@ -308,7 +308,7 @@ class LLM:
             arrival=self.engine.clock.now(),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_ids=self._eos_ids(),
-            bad_words=spell_bad_words(params.bad_words, tokenizer),
+            bad_words=tuple(map(tuple, tokenizer.spell_words(params.bad_words))) if tokenizer else (),
             processors=self._processors(request_id, params) if params.logits_processors else (),
         )
         return self._driver.start(request, text, tokenizer, is_streamed=is_streamed)

@@ -7,12 +7,12 @@ from typing import Any
 
 from chairlift.core.errors import RequestError
 from chairlift.keywords import refuse_unknown
-from chairlift.text.template import render
+from chairlift.text.template_process import render_confined
 from chairlift.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-# Arguments of render() that are no variables of the caller's.
+# Arguments of render_confined() that are no variables of the caller's.
 _OURS = frozenset({"template", "messages", "bos_token", "eos_token", "tools"})
 
 
@@ -84,7 +84,8 @@ class PromptReader:
             "continue_final_message": continue_final_message,
             **variables,  # as in vLLM, they may hold these two as well
         }
-        text = render(template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **options)
+        special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+        text = render_confined(template, messages, **special, **options)
         return text, tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
 

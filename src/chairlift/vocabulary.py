@@ -1,8 +1,6 @@
-"""The tokenizer that belongs to a checkpoint, and what needs it before a request reaches the engine."""
+"""The tokenizer that belongs to a checkpoint."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from chairlift.core.errors import ModelError
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint
@@ -19,11 +17,3 @@ def read_tokenizer(checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, str
         return Tokenizer.from_folder(checkpoint.path), ""
     except ModelError as error:
         return None, str(error)
-
-
-def spell_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Bad words in token ids, at the start of a text and after a space."""
-    if tokenizer is None:
-        return ()
-    spelled = (tokenizer.encode(lead + word, add_special_tokens=False) for word in words for lead in ("", " "))
-    return tuple(dict.fromkeys(tuple(ids) for ids in spelled if ids))

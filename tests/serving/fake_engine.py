@@ -1,8 +1,8 @@
 """An engine process whose executor only pretends: real scheduler, real sockets, steps as long as told.
 
 The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_BLOCKS (of the cache and of host memory),
-FAKE_HANG (the step that never ends), FAKE_ABSENT (a file: the engine starts when it is gone), FAKE_FAULT (a file: while
-it exists every step fails, with the error that it names).
+FAKE_LENGTH (of the context), FAKE_VOCABULARY, FAKE_HANG (the step that never ends), FAKE_ABSENT (a file: the engine
+starts when it is gone), FAKE_FAULT (a file: while it exists every step fails, with the error that it names).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ HANG = int(os.environ.get("FAKE_HANG", "0"))
 ABSENT = Path(os.environ.get("FAKE_ABSENT", "/nonexistent"))
 FAULT = Path(os.environ.get("FAKE_FAULT", "/nonexistent"))
 ERRORS = {"device": DeviceError("the device fell off the bus"), "step": RuntimeError("this step cannot be computed")}
-LENGTH, VOCABULARY, BLOCK = 512, 320, 16
+LENGTH = int(os.environ.get("FAKE_LENGTH", "512"))
+VOCABULARY = int(os.environ.get("FAKE_VOCABULARY", "320"))
+BLOCK = 16
 BLOCKS = int(os.environ.get("FAKE_BLOCKS", SEQUENCES * LENGTH // BLOCK))
 
 

@@ -20,15 +20,19 @@ class RequestError(ChairliftError):
 class ContextLengthError(RequestError):
     """A prompt that leaves no room for an answer in the model's context."""
 
-    def __init__(self, prompt_tokens: int, max_tokens: int | None, max_length: int) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_tokens: int | None, max_length: int, *, is_estimate: bool = False
+    ) -> None:
+        count = f"at least {prompt_tokens}" if is_estimate else f"{prompt_tokens}"
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the context holds {max_length}, which leaves no room for an "
+            f"the prompt has {count} tokens and the context holds {max_length}, which leaves no room for an "
             "answer: shorten the prompt",
             setting_advice="or raise max_length",
         )
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.max_length = max_length
+        self.is_estimate = is_estimate  # there are at least so many: the text was too large to be tokenized
         self.field = "prompt"  # of the request's body; a chat's is "messages"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from chairlift.core.errors import ContextLengthError, RequestError, SettingsError
@@ -41,41 +42,48 @@ class Limits:
         >>> Limits(1, 8, 8, 100).truncate([1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(truncate_prompt_tokens=3))
         [7, 8, 9]
         """
-        keep = params.truncate_prompt_tokens
-        if keep == ALL:
-            room = min(params.max_tokens or 1, self.max_length // 2)  # an answer that fills the context leaves half
-            keep = self.max_length - max(1, room)
+        keep = self.kept(params)
         return prompt if keep is None or len(prompt) <= keep else prompt[-keep:]
+
+    def kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens a request wants at most; None: all of them."""
+        if params.truncate_prompt_tokens != ALL:
+            return params.truncate_prompt_tokens
+        room = min(params.max_tokens or 1, self.max_length // 2)  # an answer that fills the context leaves half
+        return self.max_length - max(1, room)
 
     def check(self, request: Request) -> None:
         """Refuse what could never run, with a RequestError."""
-        prompt, params = request.prompt, request.params
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(prompt) >= self.max_length:
-            raise ContextLengthError(len(prompt), params.max_tokens, self.max_length)
+        self.check_prompt(request.prompt, request.params)
+        params = request.params
         if params.width > self.max_sequences:
             name = "n" if params.best_of is None else "best_of"
             raise RequestError(
                 f"{name} is {params.width} and the batch holds {self.max_sequences} sequences: lower {name}",
                 setting_advice="or raise max_sequences",
             )
-        named = {
-            "the prompt": prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_words": [token for word in request.bad_words for token in word],
-        }
-        for name, tokens in named.items():
-            for token in (min(tokens), max(tokens)) if tokens else ():
-                if not 0 <= token < self.vocab_size:
-                    raise RequestError(
-                        f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
-                        "use its own tokenizer"
-                    )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("bad_words", [token for word in request.bad_words for token in word])
         self._check_choices(request)
         self._check_scores(request)
+
+    def check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse a prompt that could never run, whatever else its request asks for."""
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(prompt) >= self.max_length:
+            raise ContextLengthError(len(prompt), params.max_tokens, self.max_length)
+        self._check_ids("the prompt", prompt)
+
+    def _check_ids(self, name: str, tokens: Collection[int]) -> None:
+        for token in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
+                    "use its own tokenizer"
+                )
 
     def _check_choices(self, request: Request) -> None:
         """Refuse what leaves too few tokens to choose from, as far as that is known before the first is chosen."""

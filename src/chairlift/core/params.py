@@ -95,13 +95,11 @@ class SamplingParams:
             for text in strings:
                 if not isinstance(text, str) or not text:
                     raise RequestError(f"{name} holds {text!r}: each entry must be a non-empty string")
-        for token in self.stop_token_ids:
-            _whole("a token id in stop_token_ids", token, 0, "use ids of the model's vocabulary")
+        _token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty, which allows nothing: leave it out to allow all tokens")
-            for token in self.allowed_token_ids:
-                _whole("a token id in allowed_token_ids", token, 0, "use ids of the model's vocabulary")
+            _token_ids("allowed_token_ids", self.allowed_token_ids)
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _whole(name, value, ALL, "use 0 to 64 alternatives, -1 for all, or None for no log-probabilities", 64)
@@ -171,6 +169,12 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
         return () if value is None else tuple(value)
     except TypeError:
         raise RequestError(f"{name} is {value!r}, not a list: put it in one") from None
+
+
+def _token_ids(name: str, values: Sequence[Any]) -> None:
+    if values and (set(map(type, values)) != {int} or min(values) < 0):  # looking at each would take ten times as long
+        for token in values:
+            _whole(f"a token id in {name}", token, 0, "use ids of the model's vocabulary")
 
 
 def _whole(name: str, value: object, low: int, remedy: str, high: int = 2**63 - 1) -> None:

@@ -58,9 +58,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "a string": lambda value: isinstance(value, str),
     "an object": lambda value: isinstance(value, dict),
     "a list of strings": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-    "a list of whole numbers": lambda value: (
-        isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-    ),
+    "a list of whole numbers": lambda value: isinstance(value, list) and set(map(type, value)) <= {int},
     "a string or a list of strings": lambda value: (
         isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
     ),

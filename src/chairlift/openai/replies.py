@@ -66,6 +66,8 @@ def text_completion(
     """The reply to a plain completion of one or several prompts; with `echo`, each answer begins with its prompt."""
     choices: list[dict[str, Any]] = []
     for output in outputs:
+        # An echo shows them in its own way. They are the same for all answers to a prompt, and may be many.
+        scored = None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs)
         for answer in output.outputs:
             ids: list[int] = [] if no_output else answer.token_ids
             scores: list[Scores] | None = answer.logprobs and [] if no_output else answer.logprobs
@@ -84,8 +86,8 @@ def text_completion(
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
             }
-            if output.prompt_logprobs is not None and not echo:  # an echo shows them in its own way
-                choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            if scored is not None:
+                choice["prompt_logprobs"] = scored
             if token_ids:
                 choice |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids}
             choices.append(choice)

@@ -66,6 +66,7 @@ class App:
         try:
             await response(scope, receive, send)
         finally:
+            call.close()
             self._note(call, route, response.status_code, time.monotonic() - start, failure)
 
     def _explain(self, error: Exception, call: Call) -> Failure:

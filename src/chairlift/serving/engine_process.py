@@ -356,13 +356,13 @@ def as_news(key: int, event: Event) -> News:
         None if event.logprobs is None else _scored(event.logprobs),
         None
         if event.prompt_logprobs is None
-        else PromptScores(event.prompt_logprobs.start, list(map(_scored, event.prompt_logprobs.entries))),
+        else PromptScores(event.prompt_logprobs.start, msgspec.Raw(messages.encode(event.prompt_logprobs.entries))),
         event.error,
     )
 
 
 def _scored(entry: TokenLogprobs) -> Scored:
-    return Scored(entry.token, entry.logprob, entry.rank, entry.top)
+    return Scored(entry.token, entry.logprob, entry.rank, msgspec.Raw(messages.encode(entry.top)))
 
 
 def start(job: Job) -> tuple[Engine, Hello, float]:

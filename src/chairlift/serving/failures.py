@@ -59,10 +59,11 @@ def from_request(error: RequestError) -> Failure:
 def _too_long(error: ContextLengthError) -> Failure:
     """OpenAI's code and counts: clients look for them to shorten a conversation and send it again."""
     least, answer = (1, "at least 1") if error.max_tokens is None else (error.max_tokens, f"{error.max_tokens}")
+    at_least = "at least " if error.is_estimate else ""
     return invalid(
         f"This model's maximum context length is {error.max_length} tokens. However, you requested "
-        f"{error.prompt_tokens + least} tokens ({error.prompt_tokens} in the {error.field}, {answer} in the "
-        f"completion). Please shorten the {error.field}.",
+        f"{at_least}{error.prompt_tokens + least} tokens ({at_least}{error.prompt_tokens} in the {error.field}, "
+        f"{answer} in the completion). Please shorten the {error.field}.",
         param=error.field,
         code="context_length_exceeded",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -16,12 +17,15 @@ from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.admission import Ticket
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
-from chairlift.serving.messages import REFUSED, News, Scored, Submit
+from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
-from chairlift.text.answer import best, describe, readers_of
+from chairlift.serving.reply_jobs import AnswerPart, OutputPart, read_scores
+from chairlift.text.answer import best, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
 BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
+_SCORES = 1 << 18  # log-probabilities that may wait so: some 60 MB
+_SCORES_AT_ONCE = 1 << 12  # in one piece of a stream: the event loop writes them in some 20 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,10 @@ class Generation:
         self._ticket = ticket
         self._key = group.client.new_key()
         params = asked.params
-        self._readers = readers_of(asked.prompt, params, group.tokenizer)
+        self._readers = readers_of(asked.prompt, params, group.tokenizer, keep_scores=group.streams)
+        # What a whole reply is written from, as the engine sent it; a stream is sent as it comes.
+        self._scores: list[list[bytes]] = [[] for _ in self._readers]
+        self._prompt_scores: list[tuple[int, bytes]] = []
         self._last_token = [0.0] * len(self._readers)
         # A beam that is not among the n best has cost as much as one that is.
         self._cost = -(-params.width // params.n) if params.use_beam_search else 1
@@ -70,7 +77,7 @@ class Generation:
             outputs=[reader.answer for reader in self._readers],
             metrics=RequestMetrics(group.arrival),
         )
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and group.streams:
             self.output.prompt_logprobs = [None] * len(asked.prompt)
 
     def submit(self) -> None:
@@ -126,27 +133,67 @@ class Generation:
             if reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._fail(broken(news.error or "the request was ended by the engine"))
                 return
-        if news.prompt_logprobs is not None and self.output.prompt_logprobs is not None:
-            start, entries = news.prompt_logprobs.start, news.prompt_logprobs.entries
-            told = [describe(_scored(entry), self._group.tokenizer) for entry in entries]
-            self.output.prompt_logprobs[start : start + len(told)] = told
+        if news.prompt_logprobs is not None:
+            self._prompt_scores.append((news.prompt_logprobs.start, bytes(news.prompt_logprobs.entries)))
         if news.token is None:
             return
         reader = self._readers[news.index]
         if reader.has_ended():
             return  # a token too many, from before the stop was known
         self._time(news)
-        text = reader.read(news.token, reason, None if news.logprobs is None else _scored(news.logprobs))
+        text = reader.read(news.token, reason, self._score(news))
         if reader.has_ended() and reason is None:
             self._group.client.stop(self._key, news.index)
         answer = reader.answer
         if self._group.streams:
             choice = self._first_choice + news.index
-            scores = None if answer.logprobs is None else [answer.logprobs[-1]]
+            scores = None if answer.logprobs is None else [answer.logprobs.pop()]
+            self._read_prompt_scores()
             self._group.push(Piece(choice, text, [news.token], scores, answer.finish_reason, answer.stop_reason))
         if all(each.has_ended() for each in self._readers):
             self.output.outputs = best(self.output.outputs, self.asked.params.n)
             self.end(str(answer.finish_reason))
+
+    def _score(self, news: News) -> TokenLogprobs | None:
+        """The token's log-probabilities, as far as they are of use before the reply is written."""
+        scored = news.logprobs
+        if scored is None:
+            return None
+        if self._group.streams:
+            return TokenLogprobs(scored.token, scored.logprob, scored.rank, decode_top(scored.top))
+        if self.asked.params.logprobs is not None:
+            self._scores[news.index].append(encode(scored))
+        return TokenLogprobs(scored.token, scored.logprob, scored.rank, [])
+
+    def _read_prompt_scores(self) -> None:
+        """With the first token those of the whole prompt are there: a stream has few (see scores.py)."""
+        if self._prompt_scores and self.output.prompt_logprobs is not None:
+            count = len(self.asked.prompt)
+            self.output.prompt_logprobs = read_scores(count, self._prompt_scores, self._group.tokenizer)
+            self._prompt_scores = []
+
+    def part(self) -> OutputPart:
+        """The prompt and its answers, for a whole reply."""
+        params, output = self.asked.params, self.output
+        kept = {id(reader.answer): scores for reader, scores in zip(self._readers, self._scores, strict=True)}
+        return OutputPart(
+            output.prompt,
+            output.prompt_token_ids,
+            [
+                AnswerPart(
+                    answer.index,
+                    answer.text,
+                    answer.token_ids,
+                    answer.finish_reason,
+                    answer.stop_reason,
+                    None if params.logprobs is None else kept[id(answer)],
+                )
+                for answer in output.outputs
+            ],
+            output.metrics.output_tokens,
+            output.num_cached_tokens,
+            None if params.prompt_logprobs is None else self._prompt_scores,
+        )
 
     def lose(self, message: str) -> None:
         """The engine is gone."""
@@ -220,6 +267,7 @@ class Answering:
     failure: Failure | None = None
     _pending: list[Piece] = field(default_factory=list)
     _waiting: int = 0  # tokens in them
+    _waiting_scores: int = 0
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
@@ -252,8 +300,9 @@ class Answering:
         try:
             while True:
                 if self._pending:
-                    pending, self._pending, self._waiting = self._pending, [], 0
-                    yield merged(pending)
+                    yield merged(self._take())
+                    if self._pending:  # a client that takes all it is sent would keep the loop for itself
+                        await asyncio.sleep(0)
                 elif self.failure is not None:
                     raise self.failure
                 elif self.is_done:
@@ -277,9 +326,26 @@ class Answering:
         """Keep a piece until the client is ready for it, within bounds."""
         self._pending.append(piece)
         self._waiting += 1
-        if self._waiting > BUFFER:
-            self.fail(Failure(f"the client left {BUFFER} tokens unread", 408, "timeout_error", "slow_reader"))
+        if piece.logprobs is not None:
+            self._waiting_scores += _scores_of(piece)
+        if self._waiting > BUFFER or self._waiting_scores > _SCORES:
+            unread = f"{self._waiting} tokens" + (
+                f" with {self._waiting_scores} log-probabilities" if self._waiting_scores else ""
+            )
+            self.fail(Failure(f"the client left {unread} unread", 408, "timeout_error", "slow_reader"))
         self.wake()
+
+    def _take(self) -> list[Piece]:
+        """What waits for the client, or as much of it as is written at once."""
+        count = len(self._pending)
+        if self._waiting_scores > _SCORES_AT_ONCE:
+            sums = itertools.accumulate(map(_scores_of, self._pending))
+            count = 1 + sum(1 for _ in itertools.takewhile(lambda total: total <= _SCORES_AT_ONCE, sums))
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        self._waiting = len(self._pending)
+        if self._waiting_scores:
+            self._waiting_scores -= sum(map(_scores_of, taken))
+        return taken
 
     def fail(self, failure: Failure) -> None:
         """End all of it for one reason."""
@@ -297,6 +363,10 @@ class Answering:
         self._news.set()
 
 
+def _scores_of(piece: Piece) -> int:
+    return sum(map(len, piece.logprobs or ()))
+
+
 def merged(pieces: list[Piece]) -> list[Piece]:
     """Pieces of the same answer as one, in the order in which the answers first appear."""
     if len(pieces) == 1:
@@ -308,7 +378,3 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         else:
             found[piece.choice] = piece
     return list(found.values())
-
-
-def _scored(entry: Scored) -> TokenLogprobs:
-    return TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top)

@@ -99,14 +99,14 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     token: Token
     logprob: float
     rank: int
-    top: list[tuple[Token, float]]
+    top: msgspec.Raw  # token ids and log-probabilities, in bytes that only the writer of the reply decodes
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of a prompt's tokens from `start` on."""
 
     start: int
-    entries: list[Scored]
+    entries: msgspec.Raw  # each a token, its log-probability, its rank and the alternatives
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
@@ -206,6 +206,7 @@ class Unreadable(msgspec.Struct, frozen=True, array_like=True, tag=15):
 Report = Hello | Batch | Broken | Explained | PrefixCacheReset | Unreadable
 
 encode = msgspec.msgpack.Encoder().encode
+decode_top = msgspec.msgpack.Decoder(list[tuple[Token, float]]).decode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
 

@@ -13,11 +13,13 @@ from chairlift import __version__
 from chairlift.core.errors import RequestError
 from chairlift.openai.options import NAME
 from chairlift.openai.params import get
+from chairlift.serving.asking import INLINE, check_sizes
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
 from chairlift.serving.messages import Explained
 from chairlift.serving.openapi import describe
 from chairlift.serving.service import Call, check_model, json_response
+from chairlift.serving.text_jobs import Chat, Detokenize, Encode, Room, Tokenize
 
 
 class Access(Enum):
@@ -127,17 +129,19 @@ async def tokenize(call: Call) -> Response:
     body = await call.body()
     hello, reader = call.service.hello, call.service.reader
     check_model(body.get("model"), call.service.model)
+    room = Room(hello.max_length)
+    source: Chat | Encode
     if "messages" in body:
-        ids = await reader.chat_prompt(body)
+        check_sizes(body)
+        source, size = reader.chat_job(body, room), INLINE + 1  # a chat template never runs on the event loop
     elif isinstance(prompt := body.get("prompt"), str):
-        special = get(body, "add_special_tokens", "true or false")
-        ids = await reader.encode(prompt, special is not False) if prompt else []
+        reader.require_tokenizer()
+        special = bool(prompt) and get(body, "add_special_tokens", "true or false") is not False
+        source, size = Encode([prompt], room, special), len(prompt)
     else:
         raise RequestError('prompt must be a string, or messages a conversation: {"prompt": "Hello"}')
-    shown: dict[str, Any] = {"count": len(ids), "max_model_len": hello.max_length, "tokens": ids}
-    if get(body, "return_token_strs", "true or false"):
-        shown["token_strs"] = [reader.decode([token]) for token in ids]
-    return json_response(shown)
+    with_strings = bool(get(body, "return_token_strs", "true or false"))
+    return await call.written(Tokenize(source, hello.max_length, with_strings), size)
 
 
 async def detokenize(call: Call) -> Response:
@@ -148,10 +152,11 @@ async def detokenize(call: Call) -> Response:
     ids = get(body, "tokens", "a list of whole numbers")
     if ids is None:
         raise RequestError('tokens must be a list of token ids: {"tokens": [1, 2, 3]}')
-    for token in ids:
+    reader.require_tokenizer()
+    for token in (min(ids), max(ids)) if ids else ():
         if not 0 <= token < hello.vocab_size:
             raise RequestError(f"tokens holds {token}, but the model's ids go from 0 to {hello.vocab_size - 1}")
-    return json_response({"prompt": reader.decode(ids)})
+    return await call.written(Detokenize(ids), 4 * len(ids))
 
 
 async def tokenizer_info(call: Call) -> Response:

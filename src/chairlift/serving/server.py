@@ -40,6 +40,7 @@ from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
 from chairlift.serving.supervisor import Supervisor
+from chairlift.serving.text_pool import TextPool
 from chairlift.serving.traces import Traces
 from chairlift.vocabulary import read_tokenizer
 
@@ -196,7 +197,10 @@ class HttpProcess:
         self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
         checkpoint = checkpoint_of(plan)
         self.defaults = read_defaults(checkpoint, plan.sampling)
-        self._reader = Reader(plan.name, *read_tokenizer(checkpoint), self.defaults.values)
+        tokenizer, missing = read_tokenizer(checkpoint)
+        self._texts = TextPool(tokenizer)
+        self._texts.start()  # while the engine loads its model
+        self._reader = Reader(plan.name, tokenizer, missing, self.defaults.values, pool=self._texts)
 
     def _service(self, hello: Hello) -> Service:
         plan = self._plan
@@ -267,6 +271,7 @@ class HttpProcess:
         await self.client.close()
         server.should_exit = True
         await serving
+        await self._texts.close()
         lag.cancel()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)

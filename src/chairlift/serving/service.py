@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
 from chairlift.openai.options import Options, check_stream, read_options
 from chairlift.openai.params import set_aside_unknown
-from chairlift.openai.replies import chat_completion, text_completion, usage
+from chairlift.openai.replies import usage
 from chairlift.outputs import RequestOutput
 from chairlift.serving.admission import Admission, Refused, Ticket
-from chairlift.serving.asking import Reader, off_loop
+from chairlift.serving.asking import Reader
 from chairlift.serving.body import read_object
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
@@ -27,10 +28,16 @@ from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.pieces_response import PiecesResponse
+from chairlift.serving.reply_jobs import Reply
+from chairlift.serving.scores import ScoreBudget, count_scores, with_room
+from chairlift.serving.text_jobs import Job
 from chairlift.serving.traces import Traces
 
 log = logging.getLogger("chairlift")
 Message = MutableMapping[str, Any]
+T = TypeVar("T")
+_LARGE_BODY = 20_000  # bytes of JSON that take long enough to read that the event loop must not wait for it
 _ITEMS = 400_000  # members of all lists and objects in a body: a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
 _DONE = b"data: [DONE]\n\n"
@@ -52,6 +59,7 @@ class Service:
     max_body: int = 8 << 20
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    scores: ScoreBudget = field(default_factory=ScoreBudget)
 
     @property
     def hello(self) -> Hello:
@@ -77,6 +85,7 @@ class Call:
     body_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)  # of the engine, for traces
+    scores: int = 0  # log-probabilities that its reply may have, until it is closed
 
     async def body(self) -> dict[str, Any]:
         """The JSON object that came with it, within bounds."""
@@ -95,7 +104,33 @@ class Call:
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
-        return await off_loop(lambda: read_object(bytes(raw), max_items=_ITEMS), len(raw))
+        if len(raw) <= _LARGE_BODY:
+            return read_object(bytes(raw), max_items=_ITEMS)
+        return await asyncio.to_thread(lambda: read_object(bytes(raw), max_items=_ITEMS))
+
+    async def attended(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work for as long as the client waits for it."""
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(until_gone(self.http.receive))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            return await task
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    async def written(self, job: Job, size: int) -> Response:
+        """The reply that a job writes."""
+        pieces = await self.service.reader.do(job, size, self.attended)
+        assert isinstance(pieces, list)
+        return PiecesResponse(pieces)
+
+    def close(self) -> None:
+        """The reply has been sent, or will never be."""
+        self.service.scores.release(self.scores)
+        self.scores = 0
 
     # ---- generating
 
@@ -125,9 +160,14 @@ class Call:
         options = read_options(body)
         self.id = options.request_id or self.id
         self._check_priority(options)
-        asked = await (service.reader.chat if chat else service.reader.completion)(body, hello)
+        asked = await (service.reader.chat if chat else service.reader.completion)(body, hello, self.attended)
         if options.stream:
             check_stream(asked[0].params)
+        else:
+            asked = [with_room(each, hello.max_length) for each in asked]
+        scores = count_scores(asked, options, hello.max_length, chat=chat)
+        service.scores.hold(scores)
+        self.scores = scores
         return options, asked
 
     def _terms(self, options: Options, endpoint: str) -> Terms:
@@ -174,33 +214,21 @@ class Call:
 
     async def _whole(self, answering: Answering, options: Options, name: str, chat: bool) -> Response:
         """Wait for the answer, or for the client to leave."""
-        work = asyncio.create_task(answering.finish())
-        gone = asyncio.create_task(until_gone(self.http.receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return Response(status_code=CLIENT_GONE)
-            await work
+            await self.attended(answering.finish())
         finally:
-            for task in (work, gone):
-                task.cancel()
             answering.abort()
-        tokenizer, shown = self.service.reader.tokenizer, {"id": name, "token_ids": self._shows_ids(options)}
-        model = self.service.model
-        if chat:
-            output = answering.outputs[0]
-            top = answering.generations[0].asked.params.logprobs
-            return json_response(chat_completion(output, model, top, tokenizer, **shown))  # type: ignore[arg-type]
-        return json_response(
-            text_completion(
-                answering.outputs,
-                model,
-                tokenizer,
-                echo=options.echo,
-                no_output=options.no_output,
-                **shown,  # type: ignore[arg-type]
-            )
+        reply = Reply(
+            name,
+            self.service.model,
+            chat,
+            answering.generations[0].asked.params.logprobs,
+            [generation.part() for generation in answering.generations],
+            self._shows_ids(options),
+            options.echo,
+            options.no_output,
         )
+        return await self.written(reply, reply.weight)
 
     def _chunks(self, answering: Answering, options: Options, name: str, chat: bool) -> Chunks:
         prompts = [output for output in answering.outputs for _ in output.outputs]

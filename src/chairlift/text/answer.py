@@ -37,7 +37,15 @@ class Answer:
 class AnswerReader:
     """Turns a sequence's events into an Answer, and says when its text has met a stop string."""
 
-    def __init__(self, index: int, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        keep_scores: bool = True,
+    ) -> None:
         self.answer = Answer(index)
         self._params = params
         tokenizer = tokenizer if params.detokenize else None
@@ -52,7 +60,7 @@ class AnswerReader:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        if params.logprobs is not None:
+        if params.logprobs is not None and keep_scores:
             self.answer.logprobs = []
         if params.logprobs is not None or params.use_beam_search or params.width > params.n:
             self.answer.cumulative_logprob = 0.0  # what answers are chosen by is told, too
@@ -114,10 +122,12 @@ class AnswerReader:
         return new
 
 
-def readers_of(prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> list[AnswerReader]:
+def readers_of(
+    prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None, *, keep_scores: bool = True
+) -> list[AnswerReader]:
     """One for each answer that the engine tells of: it chooses among beams itself, and `best` among others."""
     count = params.n if params.use_beam_search else params.width
-    return [AnswerReader(index, prompt, params, tokenizer) for index in range(count)]
+    return [AnswerReader(index, prompt, params, tokenizer, keep_scores=keep_scores) for index in range(count)]
 
 
 def best(answers: list[Answer], n: int) -> list[Answer]:

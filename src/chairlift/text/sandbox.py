@@ -1,8 +1,10 @@
-"""A Jinja environment in which a model author's template can neither escape nor run away.
+"""A Jinja environment in which a model author's template cannot escape, and in which most that run away are stopped.
 
 Jinja's own sandbox keeps a template from Python's internals, but not from looping for ever or filling the memory.
 Here every loop item, every call and every `range` is paid for out of one purse per rendering, and no value may grow
-past a limit. A filter on huge arguments can still be slow: templates are chosen by who runs the server, not by clients.
+past a limit: such a template is refused within a second or two, with the reason. One operation can still take hours
+or all memory (a format's width, a filter on huge arguments); the process that renders has limits against these
+(`template_process.py`, `serving/text_process.py`).
 """
 
 import json

@@ -41,6 +41,7 @@ def render(
 
     With `continue_final_message` the prompt breaks off inside the last message, so that the model goes on with it;
     no generation prompt is added then. Further keywords are variables for the template (`enable_thinking=False`).
+    A template that nobody has looked at can take all memory: `template_process.py` renders with limits.
 
     >>> template = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
     >>> render(template, [{"role": "user", "content": "Hi"}], bos_token=None, eos_token="</s>")
@@ -63,6 +64,10 @@ def render(
     }
     try:
         prompt = _sandbox.render(compiled.template, variables)
+    except MemoryError:  # of a process that has a limit, which says so itself
+        raise
+    except RecursionError:
+        raise RequestError("the chat template cannot write this conversation: it is nested too deep") from None
     except Exception as error:  # a template is a program: anything can go wrong in it
         raise RequestError(f"the chat template refuses this conversation: {_line(error)}") from error
     return prompt if open_text is None else _until_break(prompt, open_text)
@@ -75,7 +80,11 @@ def _compile(template: str) -> _Compiled:
         reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
         asks = any(test.name == "string" for test in tree.find_all(nodes.Test))
         return _Compiled(_sandbox.from_string(_sandbox.bind(tree)), reads_parts, asks or not reads_parts)
-    except jinja2.TemplateError as error:
+    except MemoryError:
+        raise
+    except RecursionError:
+        raise RequestError("the chat template cannot be read: it is nested too deep") from None
+    except Exception as error:  # also of Python's compiler, which has limits of its own
         raise RequestError(f"the chat template cannot be read: {_line(error)}") from error
 
 

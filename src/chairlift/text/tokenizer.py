@@ -1,6 +1,7 @@
 """Text to token ids and back, on the `tokenizers` library."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids, with no tidying of spaces; ids outside the vocabulary stand for nothing."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def spell_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Words in token ids, at the start of a text and after a space; each spelling once."""
+        spelled = (self.encode(lead + word, add_special_tokens=False) for word in words for lead in ("", " "))
+        return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in spelled if ids)]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes of UTF-8 that one token stands for: a text of N bytes has at least N / longest_token tokens.
+
+        A normalizer that deletes or composes characters makes a text shorter before it is cut; a text would have to be
+        almost nothing but those to have fewer tokens than this says.
+        """
+        return max((len(self.pieces.spell(token)) for token in self.backend.get_vocab()), default=1) or 1
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes one token adds to a text; they need not be whole characters."""

@@ -1,0 +1,97 @@
+"""Log-probabilities: how many a reply may have, and how many all replies under way.
+
+Small requests make large replies: n answers that each repeat 65 numbers for every token of a prompt. What a request
+may cause is counted when it comes, and held against one sum until its reply is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from chairlift.core.errors import RequestError
+from chairlift.openai.options import Options
+from chairlift.serving.failures import Failure
+from chairlift.serving.generation import Asked
+
+MOST = 1 << 19  # in one reply: some 40 MB of JSON, or 25,000 tokens with 20 alternatives each
+STREAMED = 1 << 12  # of the prompts of a stream, whose chunks the event loop writes
+_IN_FLIGHT = 1 << 21  # in all replies of an HTTP process: some 30 MB as the engine sends them
+
+
+@dataclass(slots=True)
+class ScoreBudget:
+    """The log-probabilities of requests whose replies are not sent yet."""
+
+    held: int = 0
+
+    def hold(self, count: int) -> None:
+        """Count a request's; a Failure if there are too many already."""
+        if self.held and self.held + count > _IN_FLIGHT:
+            raise Failure(
+                f"replies with {self.held:,} log-probabilities are under way, and {count:,} more are too many: "
+                "try again in a moment",
+                429,
+                "rate_limit_error",
+                "too_many_logprobs",
+                retry_after=2.0,
+            )
+        self.held += count
+
+    def release(self, count: int) -> None:
+        """Count a request's no more."""
+        self.held -= count
+
+
+def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, chat: bool) -> int:
+    """How many log-probabilities the reply may have; a RequestError if they are too many.
+
+    Ids and texts of prompts that are repeated for each answer count as one for each token.
+    """
+    params = asked[0].params
+    copies = 1 if chat else params.n  # a chat's reply has its one prompt once
+    prompts = copies * sum(len(each.prompt) for each in asked)
+    scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+    most, where = (STREAMED, "stream") if options.stream else (MOST, "reply")
+    if prompts * scored > most:
+        raise RequestError(
+            f"prompt_logprobs is {params.prompt_logprobs}: {copies} answers x {prompts // copies:,} prompt tokens x "
+            f"{scored} make {prompts * scored:,} log-probabilities in one {where}, and the most is {most:,}: lower n "
+            f"or prompt_logprobs, or {'leave out stream' if options.stream else 'send fewer prompts'}"
+        )
+    told = prompts * (scored + (options.echo or options.return_token_ids))
+    if told > MOST:
+        raise RequestError(
+            f"n is {copies}: {copies} answers that each repeat {prompts // copies:,} prompt tokens make {told:,}, and "
+            f"the most in one reply is {MOST:,}: lower n, or leave out echo and return_token_ids"
+        )
+    if params.logprobs is None:
+        return told
+    each = params.width * (params.logprobs + 1)
+    tokens = sum(_most_tokens(one, max_length) for one in asked)
+    if options.stream:  # which is sent as it comes: what waits for its client has a bound of its own
+        return min(MOST, told + each * tokens)
+    if told + each * tokens > MOST:
+        raise RequestError(
+            f"logprobs is {params.logprobs}: {params.width} answers x {tokens:,} tokens x {params.logprobs + 1} may "
+            f"make {each * tokens:,} log-probabilities in one reply, and the most is {MOST:,}: lower max_tokens, "
+            "logprobs or n"
+        )
+    return told + each * tokens
+
+
+def with_room(asked: Asked, max_length: int) -> Asked:
+    """The request of a whole reply with an end to its answer, where log-probabilities would be too many without."""
+    params = asked.params
+    if params.max_tokens is not None or params.logprobs is None:
+        return asked
+    scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 2
+    room = (MOST - scored * len(asked.prompt)) // (params.width * (params.logprobs + 1))
+    if room >= max_length - len(asked.prompt):
+        return asked
+    return replace(asked, params=replace(params, max_tokens=max(1, params.min_tokens, room)))
+
+
+def _most_tokens(asked: Asked, max_length: int) -> int:
+    room = max_length - len(asked.prompt)
+    return room if asked.params.max_tokens is None else min(room, asked.params.max_tokens)
