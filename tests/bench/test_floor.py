@@ -6,7 +6,7 @@ import pytest
 
 from chairlift.bench.floor import floor_of, weights_of
 from chairlift.bench.workloads import NAMED, Workload
-from chairlift.models.config import read_config
+from chairlift.models.families import read_config
 from chairlift.models.shapes import SHAPES
 
 READ, FLOPS = 4.24e12, 790e12  # one H200, as measured

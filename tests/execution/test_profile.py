@@ -12,7 +12,7 @@ import torch
 
 from chairlift.core.cost import Cost
 from chairlift.execution import profile
-from chairlift.models.config import read_config
+from chairlift.models.families import read_config
 from chairlift.models.shapes import SHAPES
 
 
