@@ -313,7 +313,8 @@ class LLM:
 
     def _eos_ids(self) -> frozenset[int]:
         own = self.tokenizer.eos_token_id if self.tokenizer else None
-        return self.config.eos_ids | (frozenset() if own is None else {own})
+        # A tokenizer may have more tokens than the model has logits for: those can never come.
+        return self.config.eos_ids | (frozenset() if own is None or own >= self.config.vocab_size else {own})
 
 
 def judge(outputs: list[RequestOutput], on_error: OnError | None) -> None:

@@ -30,7 +30,8 @@ class Subject:
         self.device = choose_device(settings.model.device)
         self._checkpoint: Checkpoint | None = None if self.is_random else open_checkpoint(resolve(model))
         self._raw = self._checkpoint.config if self._checkpoint else config_alone(model)
-        self.config: ModelConfig = read_config(self._raw, settings.model.dtype, self.device.type)
+        file = self._checkpoint.config_file if self._checkpoint else model
+        self.config: ModelConfig = read_config(self._raw, settings.model.dtype, self.device.type, file)
 
     def encode(self, text: str) -> list[int]:
         """A prompt in the model's own tokens."""

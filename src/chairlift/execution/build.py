@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
 from chairlift.execution.calibrate import calibrate
-from chairlift.execution.capacity import Capacity, available_memory, plan_capacity
+from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.dry_run import compile_kernels, dry_run
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
+from chairlift.json_file import read_json
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
@@ -82,11 +83,10 @@ def load_model(model: str, settings: Settings, *, progress: bool = True) -> Load
     device = choose_device(settings.model.device)
     checkpoint: Checkpoint | None = None
     if settings.model.load_format == "dummy":
-        raw = config_alone(model)
+        config = read_config(config_alone(model), settings.model.dtype, device.type, file=model)
     else:
         checkpoint = open_checkpoint(resolve(model, progress=progress))
-        raw = checkpoint.config
-    config = read_config(raw, settings.model.dtype, device.type)
+        config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
     decoder = load(config, checkpoint, device, choose_limits(config, settings, device).max_length, progress)
     return Loaded(config, checkpoint, device, decoder)
 
@@ -190,22 +190,20 @@ def config_alone(model: str) -> dict[str, Any]:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        return read_json(file)
+    except ModelError as error:
         raise ModelError(
             f"no config to make random weights from at {model!r} ({error}): give a folder with a config.json, "
             f"such a file, or one of {', '.join(SHAPES)}"
         ) from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{file} holds no JSON object: is it a model's config.json?")
-    return found
 
 
 def load(
     config: ModelConfig, checkpoint: Checkpoint | None, device: torch.device, max_length: int, progress: bool
 ) -> Decoder:
     """The decoder on its device, with a bar while it is read."""
-    total = sum(torch.Size(shape).numel() for shape in outline(config)[1].values()) * config.dtype.itemsize
+    total = sum(map(math.prod, outline(config)[1].values())) * config.dtype.itemsize
+    require_memory(config, total, max_length, device)
     source = checkpoint or RandomTensors(config, device)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:

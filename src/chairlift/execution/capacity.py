@@ -43,6 +43,17 @@ class Capacity:
         return f"{self.tokens:,} tokens ({size:,.0f} MiB), {requests} of the full {self.max_length:,} tokens"
 
 
+def require_memory(config: ModelConfig, weights: int, max_length: int, device: torch.device) -> None:
+    """Raise an error with a remedy for a model whose weights and rotary tables cannot fit, before any is made."""
+    rotary = 6 * max_length * config.head_dim  # angles, cos and sin of head_dim / 2 frequencies in float32
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if weights + rotary > free:
+        raise CapacityError(
+            f"the weights take {weights / _MIB:,.0f} MiB and the rotary tables of max_length {max_length:,} tokens "
+            f"{rotary / _MIB:,.0f} MiB, but {free / _MIB:,.0f} MiB are free: use a smaller model or lower max_length"
+        )
+
+
 def plan_capacity(
     decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
 ) -> Capacity:

@@ -1,12 +1,13 @@
 """What a model on disk offers, whatever its format: a config and tensors, in Hugging Face's words."""
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from chairlift.core.errors import ModelError
+from chairlift.core.values import Values, is_name, show
+from chairlift.json_file import read_json
 from chairlift.models.gguf import GgufFile
 from chairlift.models.gguf_config import ROPE_FACTORS, hf_config, hf_layout, hf_name
 from chairlift.models.safetensors_file import SafetensorsFile
@@ -25,11 +26,18 @@ class Checkpoint(Protocol):
     def config(self) -> dict[str, Any]:
         """config.json, with generation_config.json under "generation_config" where there is one."""
 
+    @property
+    def config_file(self) -> Path:
+        """The file that the config was read from."""
+
     def names(self) -> list[str]:
         """The tensors, by Hugging Face's names."""
 
     def nbytes(self) -> int:
         """How many bytes all tensors have on disk."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         """One tensor; without a type as it is stored, or as float32 if that is quantized."""
@@ -61,9 +69,15 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.config = _read_json(folder / "config.json")
+        self.config_file = folder / "config.json"
+        if not self.config_file.exists():
+            raise ModelError(
+                f"{folder} has no config.json: expected a model folder as on the Hugging Face hub, or a GGUF file"
+            )
+        self.config = read_json(self.config_file)
         if (folder / "generation_config.json").exists():
-            self.config["generation_config"] = _read_json(folder / "generation_config.json")
+            self.config["generation_config"] = read_json(folder / "generation_config.json")
+        Values(self.config_file, self.config).part("generation_config")  # an object, also within config.json itself
         self._files: dict[str, SafetensorsFile] = {}
         index = self._index()
         for shard in self._shards(index):
@@ -89,21 +103,34 @@ class SafetensorsCheckpoint:
         """How many bytes all tensors have on disk."""
         return sum(file.tensors[name].nbytes for name, file in self._files.items())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
+        return self._file(name).tensors[name].shape
+
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         """One tensor: a view of the file unless the type or the device is another."""
+        return self._file(name).read(name).to(device=device, dtype=dtype)
+
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
             raise _missing(self.path, name, self.names())
-        return self._files[name].read(name).to(device=device, dtype=dtype)
+        return self._files[name]
 
     def _index(self) -> dict[str, str]:
         """Which shard has which tensor, by the index; empty without one."""
         path = self.path / INDEX
         if not path.exists():
             return {}
-        weight_map = _read_json(path).get("weight_map")
+        weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{path} has no weight_map: the file is damaged; delete it and fetch it again")
-        return {str(name): str(file) for name, file in weight_map.items()}
+        for name, file in weight_map.items():
+            # A model's files lie beside its index. Links there are followed: the hub's cache is made of them.
+            if not is_name(name) or not is_name(file) or Path(file).name != file:
+                raise ModelError(
+                    f"{path} says that {show(file)} holds tensor {show(name)}: use the names of files in its own folder"
+                )
+        return weight_map
 
     def _shards(self, index: dict[str, str]) -> list[Path]:
         """The files which together are the model."""
@@ -136,7 +163,7 @@ class GgufCheckpoint:
     """One GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = self.config_file = path
         self._file = GgufFile(path)
         self.config = hf_config(self._file)
         try:
@@ -157,14 +184,21 @@ class GgufCheckpoint:
         """How many bytes all tensors have on disk."""
         return sum(self._file.tensors[name].nbytes for name in self._gguf_names.values())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
+        return self._file.tensors[self._gguf_name(name)].shape
+
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         """One tensor, dequantized, with its rows in Hugging Face's order."""
-        gguf_name = self._gguf_names.get(name)
-        if gguf_name is None:
-            raise _missing(self.path, name, self.names())
+        gguf_name = self._gguf_name(name)
         stored = self._file.tensors[gguf_name].type.plain
         weights = self._file.read(gguf_name, dtype or stored or torch.float32, device)
         return hf_layout(weights, gguf_name, self.config)
+
+    def _gguf_name(self, name: str) -> str:
+        if name not in self._gguf_names:
+            raise _missing(self.path, name, self.names())
+        return self._gguf_names[name]
 
 
 def _missing(path: Path, name: str, names: list[str]) -> ModelError:
@@ -173,19 +207,3 @@ def _missing(path: Path, name: str, names: list[str]) -> ModelError:
         f"{path} has no tensor {name} (it has {len(names)}: {some}, ...): "
         "the checkpoint is incomplete or of another architecture than its config says"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as problem:
-        raise ModelError(
-            f"{path.parent} has no {path.name}: expected a model folder as on the Hugging Face hub, or a GGUF file"
-        ) from problem
-    except (ValueError, RecursionError) as problem:
-        raise ModelError(f"{path} is not JSON ({problem}): delete it and fetch it again") from problem
-    except OSError as problem:
-        raise ModelError(f"{path} cannot be read: {problem.strerror or problem}") from problem
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object: delete it and fetch it again")
-    return value

@@ -1,7 +1,7 @@
 """Reads GGUF, the one-file model format: typed metadata, then tensors in block formats (see gguf_quants).
 
-Every length in the file is checked against the file's end before it is used, so a truncated or damaged file is a
-`ModelError` and nothing else.
+Every length and count in the file is checked against the file's end, and against what any model has, before memory is
+taken for it: a truncated, damaged or hostile file is a `ModelError` and nothing else.
 """
 
 import math
@@ -14,12 +14,20 @@ from typing import Any
 import torch
 
 from chairlift.core.errors import ModelError
+from chairlift.core.values import is_name, show
 from chairlift.models.gguf_quants import FORMATS, UNREAD, BlockFormat, dequantize
 from chairlift.models.mapped import REFETCH, map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
+
+# Several times what any model has. A file may have holes and so be of any size for nothing: only such limits bound the
+# memory that its header takes, to some hundreds of megabytes.
+MAX_TENSORS = 1 << 17
+MAX_ENTRIES = 1 << 16
+MAX_ELEMENTS = 1 << 22  # of all arrays together: tokens, their types and scores, merges
+MAX_HEADER = 1 << 26  # bytes
 
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -49,7 +57,7 @@ class GgufFile:
         self._data = map_file(path)
         header = _Header(path, self._data)
         tensor_count, metadata_count = header.counts()
-        self.metadata: dict[str, Any] = dict(header.entry() for _ in range(metadata_count))
+        self.metadata = header.entries(metadata_count)
         infos = [header.tensor() for _ in range(tensor_count)]
         start = header.data_start(self.metadata.get("general.alignment", 32))
         self.tensors = self._place(infos, start)
@@ -97,6 +105,7 @@ class _Header:
         self.path = path
         self.data = data
         self.at = 0
+        self.elements = 0
 
     def counts(self) -> tuple[int, int]:
         """Check what kind of file this is; how many tensors and metadata entries follow."""
@@ -110,7 +119,19 @@ class _Header:
             kind = f"big-endian GGUF version {swapped}" if swapped in VERSIONS else f"GGUF version {version}"
             raise ModelError(f"{self.path} is {kind}; little-endian versions 2 and 3 are read: fetch a newer file")
         tensors, entries = self.numbers("QQ")
+        self.limit(tensors, MAX_TENSORS, "tensors")
+        self.limit(entries, MAX_ENTRIES, "metadata entries")
         return tensors, entries
+
+    def entries(self, count: int) -> dict[str, Any]:
+        """The metadata."""
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            key, value = self.entry()
+            if key in found:
+                raise self.damaged(f"metadata key {show(key)} for the second time")
+            found[key] = value
+        return found
 
     def entry(self) -> tuple[str, Any]:
         """One metadata entry."""
@@ -122,13 +143,13 @@ class _Header:
             return key, self.string()
         if kind == ARRAY:
             return key, self.array()
-        raise self.damaged(f"metadata type {kind} of {key!r}")
+        raise self.damaged(f"metadata type {kind} of {show(key)}")
 
     def tensor(self) -> GgufTensor:
         """One tensor's description; its offset still counts from the start of the data."""
         name = self.string()
-        if not name.isprintable():
-            raise self.damaged(f"tensor name {name!r}")
+        if not is_name(name):
+            raise self.damaged(f"tensor name {show(name)}")
         (rank,) = self.numbers("I")
         if rank > MAX_DIMENSIONS:
             raise self.damaged(f"{rank} dimensions of tensor {name}")
@@ -148,7 +169,7 @@ class _Header:
     def data_start(self, alignment: object) -> int:
         """Where the first tensor's bytes lie, after the header and its padding."""
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-            raise self.damaged(f"alignment {alignment!r}")
+            raise self.damaged(f"alignment {show(alignment)}")
         return -(-self.at // alignment) * alignment
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
@@ -162,7 +183,7 @@ class _Header:
 
     def strings(self, count: int) -> list[str]:
         """The next strings; the one loop of the reader that runs hundreds of thousands of times."""
-        data, at, size = self.data, self.at, len(self.data)
+        data, at, size = self.data, self.at, min(len(self.data), MAX_HEADER)
         length_at = struct.Struct("<Q").unpack_from
         strings = []
         try:
@@ -170,7 +191,7 @@ class _Header:
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > size:
-                    raise self.cut_off()
+                    raise self.too_long(at)
                 strings.append(data[start:at].decode())
         except struct.error as problem:
             raise self.cut_off() from problem
@@ -182,21 +203,30 @@ class _Header:
     def array(self) -> list[Any]:
         """The next array: the type of its elements, their number, then they."""
         kind, count = self.numbers("IQ")
+        self.elements += count
+        self.limit(self.elements, MAX_ELEMENTS, "elements in arrays")
         if kind == STRING:
             return self.strings(count)
         if kind not in NUMBERS:
             raise self.damaged(f"array elements of type {kind}")
-        if count > len(self.data):  # before struct sees it: its own limits are other errors
-            raise self.cut_off()
         return list(self.numbers(f"{count}{NUMBERS[kind]}"))
 
     def skip(self, count: int) -> int:
         """Step over bytes which must be there; where they began."""
         start = self.at
         self.at = start + count
-        if self.at > len(self.data):
-            raise self.cut_off()
+        if self.at > min(len(self.data), MAX_HEADER):
+            raise self.too_long(self.at)
         return start
+
+    def limit(self, count: int, most: int, what: str) -> None:
+        """Refuse a count that no model has, before anything is made for each."""
+        if count > most:
+            raise self.damaged(f"{count:,} {what} where at most {most:,} are read")
+
+    def too_long(self, end: int) -> ModelError:
+        """The header goes on past the file's end, or past what any header has."""
+        return self.cut_off() if end > len(self.data) else self.damaged(f"a header of more than {MAX_HEADER:,} bytes")
 
     def cut_off(self) -> ModelError:
         """The file ends inside its header."""

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from chairlift.core.errors import ModelError
+from chairlift.core.values import Values, show
+from chairlift.models.config import MAX_HEADS, MAX_LAYERS, MAX_LENGTH
 from chairlift.models.gguf import GgufFile
 
 ARCHITECTURES = {
@@ -69,12 +71,12 @@ def hf_layout(weights: torch.Tensor, gguf_name: str, config: dict[str, Any]) -> 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """The config.json that the model in a GGUF file would have."""
-    facts = _Facts(file)
-    heads = facts.count("attention.head_count")
+    family, facts = _facts(file)
+    heads = facts.count("attention.head_count", most=MAX_HEADS)
     hidden = facts.count("embedding_length")
-    window = facts.count("attention.sliding_window") if facts.get("attention.sliding_window") else None
+    window = facts.count("attention.sliding_window", 0, least=0, most=MAX_LENGTH) or None
     # Llama has no window: a llama file with one is a Mistral, which converters store under that name.
-    family = "mistral" if facts.family == "llama" and window else facts.family
+    family = "mistral" if family == "llama" and window else family
     first = file.tensors.get("blk.0.attn_q.weight")
     dtype = first.type.plain if first and first.type.plain else torch.bfloat16
     config = {
@@ -83,15 +85,15 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "vocab_size": _vocabulary(file),
         "hidden_size": hidden,
         "intermediate_size": facts.count("feed_forward_length"),
-        "num_hidden_layers": facts.count("block_count"),
+        "num_hidden_layers": _layers(file, facts),
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
-        "head_dim": facts.count("attention.key_length", hidden // heads),
+        "num_key_value_heads": facts.count("attention.head_count_kv", heads, most=MAX_HEADS),
+        "head_dim": facts.count("attention.key_length", hidden // heads, most=MAX_HEADS),
         "hidden_act": "silu",
-        "rms_norm_eps": facts.decimal("attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_theta": facts.decimal("rope.freq_base", 10000.0),
+        "rms_norm_eps": _decimal(facts, "attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": _decimal(facts, "rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(facts),
-        "max_position_embeddings": facts.count("context_length"),
+        "max_position_embeddings": facts.count("context_length", most=MAX_LENGTH),
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -99,63 +101,67 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **_special_tokens(facts),
+        **_special_tokens(file),
     }
-    _check_heads(file, config, facts.count("rope.dimension_count", config["head_dim"]))
+    _check_heads(file, config, facts.count("rope.dimension_count", config["head_dim"], most=MAX_HEADS))
     if ROPE_FACTORS in file.tensors:
-        config["rope_freq_factors"] = file.read(ROPE_FACTORS).tolist()
+        config["rope_freq_factors"] = _rope_factors(file, config["head_dim"])
     return config
 
 
-class _Facts:
-    """The metadata of one model, with errors that name the file and the key."""
+def _facts(file: GgufFile) -> tuple[str, Values]:
+    """The model's family, and what the metadata says under the family's name."""
+    general = Values(file.path, file.metadata)
+    family = general.text("general.architecture", "(none named)")
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{file.path}: architecture {show(family)} is not supported; those that are: {known}")
+    parts = general.count("split.count", 0, least=0)
+    if parts > 1:
+        raise ModelError(
+            f"{file.path} is one of {parts} parts: merge them with `llama-gguf-split --merge`, or fetch one file"
+        )
+    prefix = f"{family}."
+    found = {
+        key.removeprefix(prefix): _of_all_layers(value)
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    facts = Values(file.path, found, prefix)
+    if facts.count("expert_count", 0, least=0):
+        raise ModelError(f"{file.path} is a mixture of experts, which is not supported: use a dense model")
+    return family, facts
 
-    def __init__(self, file: GgufFile) -> None:
-        self.path = file.path
-        self.metadata = file.metadata
-        self.family = str(self.metadata.get("general.architecture"))
-        if self.family not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise ModelError(f"{self.path}: architecture {self.family!r} is not supported; those that are: {known}")
-        if self.get("expert_count"):
-            raise ModelError(f"{self.path} is a mixture of experts, which is not supported: use a dense model")
-        parts = self.metadata.get("split.count")
-        if parts not in (None, 0, 1):
-            raise ModelError(
-                f"{self.path} is one of {parts} parts: merge them with `llama-gguf-split --merge`, or fetch one file"
-            )
 
-    def get(self, key: str) -> Any:
-        """The value of one of the family's keys, or None."""
-        return self.metadata.get(f"{self.family}.{key}")
+def _of_all_layers(value: Any) -> Any:
+    """A value that a file may state for each layer, where it is the same for all."""
+    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number, the same for all layers."""
-        value = self.get(key)
-        if value is None:
-            value = default
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        if not isinstance(value, int) or value < 1:
-            said = "is missing" if value is None else f"is {value!r}"
-            raise ModelError(
-                f"{self.path}: {self.family}.{key} {said} and must be one positive number: not a usable model"
-            )
-        return value
 
-    def decimal(self, key: str, default: float) -> float:
-        """A float as its author wrote it: 1e-05, where the file's 32 bits hold 9.99999974e-06."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, float | int) or not np.isfinite(value):
-            raise ModelError(f"{self.path}: {self.family}.{key} is {value!r} and must be a number: not a usable model")
-        return float(str(np.float32(value)))
+def _decimal(facts: Values, key: str, default: float) -> float:
+    """A float as its author wrote it: 1e-05, where the file's 32 bits hold 9.99999974e-06."""
+    return float(str(np.float32(facts.number(key, default))))
 
-    def token(self, key: str) -> int | None:
-        """The id of a special token."""
-        value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return value if isinstance(value, int) else None
+
+def _layers(file: GgufFile, facts: Values) -> int:
+    """How many layers there are: no more than the file has tensors for."""
+    layers = facts.count("block_count", most=MAX_LAYERS)
+    held = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
+    if layers > held:
+        raise facts.wrong("block_count", f"the file holds tensors of {held} layers; fetch it again")
+    return layers
+
+
+def _rope_factors(file: GgufFile, head_dim: int) -> list[float]:
+    """The divisors of the rotary frequencies."""
+    shape = file.tensors[ROPE_FACTORS].shape
+    if shape != (head_dim // 2,):
+        raise ModelError(
+            f"{file.path}: tensor {ROPE_FACTORS} has shape {shape}, but heads of {head_dim} have {head_dim // 2} "
+            "frequencies: the file is damaged; fetch it again"
+        )
+    factors: list[float] = file.read(ROPE_FACTORS).tolist()
+    return factors
 
 
 def _vocabulary(file: GgufFile) -> int:
@@ -166,38 +172,43 @@ def _vocabulary(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _rope_scaling(facts: _Facts) -> dict[str, Any] | None:
+def _rope_scaling(facts: Values) -> dict[str, Any] | None:
     """How positions are stretched beyond the trained length."""
-    kind = facts.get("rope.scaling.type")
-    old_factor = facts.decimal("rope.scale_linear", 1.0)  # the key before there were types
-    factor = facts.decimal("rope.scaling.factor", old_factor)
-    if kind in (None, "none") and old_factor != 1.0:
+    kind = facts.text("rope.scaling.type", "none")
+    old_factor = _decimal(facts, "rope.scale_linear", 1.0)  # the key before there were types
+    factor = _decimal(facts, "rope.scaling.factor", old_factor)
+    if kind == "none" and old_factor != 1.0:
         kind = "linear"
-    if kind in (None, "none") or factor == 1.0:
+    if kind == "none" or factor == 1.0:
         return None
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
     if kind != "yarn":
-        raise ModelError(f"{facts.path}: rope scaling {kind!r} is not supported; linear and yarn are")
+        raise ModelError(f"{facts.file}: rope scaling {show(kind)} is not supported; linear and yarn are")
     scaling = {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": facts.count("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": facts.count("rope.scaling.original_context_length", most=MAX_LENGTH),
     }
     for key in ("beta_fast", "beta_slow"):
-        if facts.get(f"rope.scaling.yarn_{key}") is not None:
-            scaling[key] = facts.decimal(f"rope.scaling.yarn_{key}", 1.0)
+        if facts.has(f"rope.scaling.yarn_{key}"):
+            scaling[key] = _decimal(facts, f"rope.scaling.yarn_{key}", 1.0)
     return scaling
 
 
-def _special_tokens(facts: _Facts) -> dict[str, Any]:
+def _special_tokens(file: GgufFile) -> dict[str, Any]:
     """Where texts begin and end; a chat model may end a turn with another token than a text."""
-    ends = [facts.token(key) for key in ("eos", "eot", "eom")]
+    metadata, vocabulary = Values(file.path, file.metadata), _vocabulary(file)
+
+    def token(key: str) -> int | None:
+        return next(iter(metadata.ids(f"tokenizer.ggml.{key}_token_id", vocabulary)), None)
+
+    ends = [token(key) for key in ("eos", "eot", "eom")]
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     return {
-        "bos_token_id": facts.token("bos"),
+        "bos_token_id": token("bos"),
         "eos_token_id": unique[0] if len(unique) == 1 else unique or None,
-        "pad_token_id": facts.token("padding"),
+        "pad_token_id": token("padding"),
     }
 
 

@@ -13,9 +13,9 @@ LFS_POINTER = b"version https://git-lfs"
 def map_file(path: Path) -> mmap.mmap:
     """Map a whole file; tensors over it stay valid as long as they live, and writes to them never reach the disk."""
     try:
+        if path.stat().st_size == 0:  # before it is opened: opening a pipe waits for a writer
+            raise ModelError(f"{path} is empty: the download never began; {REFETCH}")
         with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                raise ModelError(f"{path} is empty: the download never began; {REFETCH}")
             # Copy-on-write and not read-only: torch warns about buffers it may not write to.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as problem:

@@ -42,7 +42,7 @@ def recommended_sampling(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
         if found := _given(said):
             return found, "the file's metadata"
         return _published(checkpoint)
-    config = checkpoint.config.get("generation_config") or {}
+    config = checkpoint.config.get("generation_config") or {}  # an object: the checkpoint checks it
     return _given({ours: config.get(theirs) for ours, (theirs, _) in _NAMES.items()}), "generation_config.json"
 
 

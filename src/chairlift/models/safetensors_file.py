@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from chairlift.core.errors import ModelError
+from chairlift.core.values import is_name, show
 from chairlift.models.mapped import REFETCH, map_file
 
 DTYPES = {
@@ -32,6 +33,10 @@ DTYPES = {
     "U64": torch.uint64,
     "BOOL": torch.bool,
 }
+
+MAX_HEADER = 32 << 20
+"""Bytes of the header, several times what 100,000 tensors take; a file may have holes and so be of any size."""
+MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,11 @@ class SafetensorsFile:
                 f"{self.path}: the header ends at byte {start} but the file has {size}: "
                 f"it is no safetensors file or the download is incomplete; {REFETCH}"
             )
+        if start > MAX_HEADER:
+            raise ModelError(
+                f"{self.path}: the header has {start:,} bytes where at most {MAX_HEADER:,} are read: "
+                f"the file is damaged; {REFETCH}"
+            )
         try:
             header = json.loads(self._data[8:start])
         except (ValueError, RecursionError) as problem:
@@ -89,18 +99,20 @@ class SafetensorsFile:
         """Check one description against the format and the file's size."""
         match entry:
             case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-                begin >= 0 and all(isinstance(length, int) and length >= 0 for length in shape)
+                begin >= 0 and is_name(name) and self._can_have(shape)
             ):
                 pass
             case _:
-                raise ModelError(f"{self.path}: tensor {name!r} is described wrongly: the file is damaged; {REFETCH}")
+                raise ModelError(
+                    f"{self.path}: tensor {show(name)} is described wrongly: the file is damaged; {REFETCH}"
+                )
         if dtype not in DTYPES:
-            raise ModelError(f"{self.path}: tensor {name!r} has type {dtype!r}; those read are {', '.join(DTYPES)}")
+            raise ModelError(f"{self.path}: tensor {name!r} has type {show(dtype)}; those read are {', '.join(DTYPES)}")
         stored = StoredTensor(DTYPES[dtype], tuple(shape), start + begin)
         if stored.nbytes != end - begin:
             raise ModelError(
-                f"{self.path}: tensor {name!r} has {end - begin} bytes, but {dtype} of shape {shape} "
-                f"needs {stored.nbytes}: the file is damaged; {REFETCH}"
+                f"{self.path}: tensor {name!r} has {show(end - begin)} bytes, but {dtype} of shape {show(shape)} "
+                f"needs {show(stored.nbytes)}: the file is damaged; {REFETCH}"
             )
         if start + end > len(self._data):
             raise ModelError(
@@ -108,3 +120,9 @@ class SafetensorsFile:
                 f"the download is incomplete; {REFETCH}"
             )
         return stored
+
+    def _can_have(self, shape: list[Any]) -> bool:
+        """Whether a tensor of this file can have this shape; one without elements could otherwise be of any size."""
+        if len(shape) > MAX_DIMENSIONS or not all(type(length) is int and length >= 0 for length in shape):
+            return False
+        return 0 not in shape or math.prod(max(length, 1) for length in shape) <= len(self._data)

@@ -118,8 +118,9 @@ class Reader:
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= set(hello.eos_ids)
-            if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-                stops.add(self.tokenizer.eos_token_id)
+            own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+            if own is not None and own < hello.vocab_size:  # a tokenizer may have more tokens than the model
+                stops.add(own)
         return Asked(
             text,
             prompt,

@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file carries in its metadata, rebuilt for the `tokenizers` library."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -8,7 +9,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from chairlift.core.errors import ModelError
+from chairlift.core.values import Values, one_line, show
 from chairlift.text.splits import SPLITS, Split
+
+MAX_TOKENS: Final = 1 << 20  # four times the largest vocabulary there is; each takes hundreds of bytes here
 
 # The values of tokenizer.ggml.token_type that matter here.
 _NORMAL: Final = 1
@@ -24,6 +28,7 @@ class GgufVocabulary:
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
     eos_token_id: int | None
+    pad_token: str | None
     add_bos: bool
     add_eos: bool
 
@@ -31,64 +36,82 @@ class GgufVocabulary:
 def read(metadata: Mapping[str, Any]) -> GgufVocabulary:
     """Rebuild the tokenizer from the keys under `tokenizer.ggml`."""
     prefix = "tokenizer.ggml."
-    keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    family = keys.get("model")
+    found = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    keys = Values("the GGUF file", found, prefix)
     tokens = _tokens(keys)
-    types = [int(type) for type in keys.get("token_type", ())] or [_NORMAL] * len(tokens)
+    types = [int(type) for type in keys.numbers("token_type")] or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"the GGUF file has {len(tokens)} tokens but {len(types)} token types: download it again")
-    try:
-        if family == "gpt2":
-            split = _split(keys.get("pre"))
-            backend, adds_bos, defaults = _byte_level(tokens, _merges(keys), split), split.adds_bos, {}
-        elif family == "llama":
-            scores = [float(score) for score in keys.get("scores", ())] or [0.0] * len(tokens)
-            backend = _sentencepiece(tokens, types, scores, bool(keys.get("add_space_prefix", True)))
-            adds_bos, defaults = True, {"bos": 1, "eos": 2}
-        else:
-            raise ModelError(f"the GGUF tokenizer is of the kind {family!r}; known are 'gpt2' and 'llama'")
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"the GGUF file's vocabulary does not fit together: {error}; download it again") from error
+    backend, adds_bos, (bos, eos) = _backend(keys, tokens, types)
     backend.add_special_tokens([t for t, type in zip(tokens, types, strict=True) if type in (_CONTROL, _UNKNOWN)])
     backend.add_tokens(
         [AddedToken(t, normalized=False) for t, type in zip(tokens, types, strict=True) if type == _USER_DEFINED]
     )
+    pad = _token_id(keys, "padding_token_id", len(tokens))
     return GgufVocabulary(
         backend,
-        bos_token_id=keys.get("bos_token_id", defaults.get("bos")),
-        eos_token_id=keys.get("eos_token_id", defaults.get("eos")),
-        add_bos=bool(keys.get("add_bos_token", adds_bos)),
-        add_eos=bool(keys.get("add_eos_token", False)),
+        bos_token_id=_token_id(keys, "bos_token_id", len(tokens), bos),
+        eos_token_id=_token_id(keys, "eos_token_id", len(tokens), eos),
+        pad_token=None if pad is None else tokens[pad],
+        add_bos=keys.flag("add_bos_token", adds_bos),
+        add_eos=keys.flag("add_eos_token"),
     )
 
 
-def _tokens(keys: Mapping[str, Any]) -> list[str]:
-    if "tokens" not in keys:
+def _backend(
+    keys: Values, tokens: Sequence[str], types: Sequence[int]
+) -> tuple[tokenizers.Tokenizer, bool, tuple[int | None, int | None]]:
+    """The tokenizer of the file's kind, and what the kind has where a file does not say: whether bos, bos and eos."""
+    family = keys.text("model", "(none named)")
+    try:
+        if family == "gpt2":
+            split = _split(keys.text("pre", "default"))
+            return _byte_level(tokens, _merges(keys), split), split.adds_bos, (None, None)
+        if family == "llama":
+            scores = keys.numbers("scores") or [0.0] * len(tokens)
+            return _sentencepiece(tokens, types, scores, keys.flag("add_space_prefix", True)), True, (1, 2)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(
+            f"the GGUF file's vocabulary does not fit together: {one_line(error)}; download it again"
+        ) from error
+    raise ModelError(f"the GGUF tokenizer is of the kind {show(family)}; known are 'gpt2' and 'llama'")
+
+
+def _token_id(keys: Values, key: str, size: int, default: int | None = None) -> int | None:
+    """The id of a special token; None for one that the vocabulary does not have."""
+    found = keys.ids(key, size) if keys.has(key) else [] if default is None else [default]
+    return found[0] if found and found[0] < size else None
+
+
+def _tokens(keys: Values) -> list[str]:
+    if not keys.has("tokens"):
         raise ModelError("the GGUF file carries no tokenizer (tokenizer.ggml.tokens): use one converted with it")
+    if len(keys.texts("tokens")) > MAX_TOKENS:
+        raise ModelError(f"the GGUF file has {len(keys.texts('tokens')):,} tokens: at most {MAX_TOKENS:,} are read")
     # Padding of a vocabulary is at times written as empty strings, which could not be told apart.
-    tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(keys["tokens"])]
+    tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(keys.texts("tokens"))]
     if len(set(tokens)) != len(tokens):
-        twice = next(token for id, token in enumerate(tokens) if tokens.index(token) != id)
-        raise ModelError(f"the GGUF file's vocabulary has the token {twice!r} twice: convert the model again")
+        twice = next(token for token, number in Counter(tokens).items() if number > 1)
+        raise ModelError(f"the GGUF file's vocabulary has the token {show(twice)} twice: convert the model again")
     return tokens
 
 
-def _split(name: str | None) -> Split:
+def _split(name: str) -> Split:
     split = SPLITS.get(name or "default")
     if split is None:
         raise ModelError(
-            f"the GGUF pre-tokenizer {name!r} is not known; known are {', '.join(sorted(SPLITS))}: "
+            f"the GGUF pre-tokenizer {show(name)} is not known; known are {', '.join(sorted(SPLITS))}: "
             "use the model's safetensors folder, whose tokenizer.json says how to split"
         )
     return split
 
 
-def _merges(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if "merges" not in keys:
+def _merges(keys: Values) -> list[tuple[str, str]]:
+    if not keys.has("merges"):
         raise ModelError("the GGUF file has a BPE vocabulary without merges (tokenizer.ggml.merges): convert it again")
-    pairs = (merge.partition(" ") for merge in keys["merges"])
+    pairs = (merge.partition(" ") for merge in keys.texts("merges"))
     return [(left, right) for left, _, right in pairs]
 
 

@@ -1,6 +1,5 @@
 """Text to token ids and back, on the `tokenizers` library."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,8 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from chairlift.core.errors import ModelError, RequestError
+from chairlift.core.values import Values, one_line
+from chairlift.json_file import read_json
 from chairlift.text import gguf_tokenizer
 from chairlift.text.pieces import Pieces
 
@@ -56,42 +57,42 @@ class Tokenizer:
                 f"{path} has no tokenizer.json: add the model's own, or make one with "
                 "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
-        config = _read(path / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # an older folder, which says in a file of its own what is special
-            config |= _read(path / "special_tokens_map.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{file} is not a tokenizer this version can read: {error}") from error
-        _add_tokens(backend, config)
-        bos, eos = (backend.token_to_id(name) if (name := _content(config.get(key))) else None for key in _NAMED[:2])
+        found = _read(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in found:  # an older folder, which says in a file of its own what is special
+            found |= _read(path / "special_tokens_map.json")
+        config = Values(path / "tokenizer_config.json", found)
+        backend = _read_backend(file)
+        named = {key: _added(config, key, found[key]) for key in _NAMED if config.has(key) and found[key] != ""}
+        _add_tokens(backend, [*_listed_tokens(config), *named.values(), *_extra_tokens(config, found)])
+        ids = {key: backend.token_to_id(token.content) for key, token in named.items()}
+        bos, eos = ids.get("bos_token"), ids.get("eos_token")
         # tokenizer.json decides on bos and eos. Where it adds neither, the flags are heard, as up to transformers 4;
         # 5 ignores them, and so leaves out a bos that some models were trained with.
+        adds_bos, adds_eos = config.flag("add_bos_token"), config.flag("add_eos_token")
         if backend.num_special_tokens_to_add(is_pair=False) == 0:
-            surround(
-                backend, bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
-            )
+            surround(backend, bos if adds_bos else None, eos if adds_eos else None)
         return cls(
             backend,
             bos_token_id=bos,
             eos_token_id=eos,
-            pad_token=_content(config.get("pad_token")),
-            chat_template=_chat_template(path, config),
+            pad_token=named["pad_token"].content if "pad_token" in named else None,
+            chat_template=_chat_template(path, config, found),
         )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         """Build the tokenizer that a GGUF file carries in its metadata."""
         vocabulary = gguf_tokenizer.read(metadata)
+        values = Values("the GGUF file", metadata)
         bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
         surround(vocabulary.backend, bos if vocabulary.add_bos else None, eos if vocabulary.add_eos else None)
-        pad = metadata.get("tokenizer.ggml.padding_token_id")
+        template = "tokenizer.chat_template"
         return cls(
             vocabulary.backend,
             bos_token_id=bos,
             eos_token_id=eos,
-            pad_token=None if pad is None else vocabulary.backend.id_to_token(int(pad)),
-            chat_template=metadata.get("tokenizer.chat_template"),
+            pad_token=vocabulary.pad_token,
+            chat_template=values.text(template) if values.has(template) else None,
         )
 
     @property
@@ -155,36 +156,50 @@ def _require_unicode(text: str) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+    return read_json(file) if file.is_file() else {}
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__} where a JSON object is expected")
-    return content
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{file} is not a tokenizer this version can read: {one_line(error)}") from error
 
 
-def _content(token: Any) -> str | None:
-    """Special tokens are written as a string or as an object with its flags."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _added(token: Any, special: bool) -> AddedToken:
+def _added(config: Values, key: str, token: Any, special: bool = True) -> AddedToken:
+    """A token as the config files write it: a string, or an object with its flags."""
     if isinstance(token, str):
         return AddedToken(token, special=special, normalized=False)
-    flags = {key: bool(token[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in token}
-    return AddedToken(token["content"], special=special or bool(token.get("special")), **flags)
+    if not isinstance(token, dict):
+        raise config.wrong(key, "use strings or objects with a content for tokens")
+    fields = Values(config.file, token, f"the token in {key}: ")
+    flags = {name: fields.flag(name) for name in ("single_word", "lstrip", "rstrip", "normalized") if fields.has(name)}
+    return AddedToken(fields.text("content"), special=special or fields.flag("special"), **flags)
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+def _listed_tokens(config: Values) -> list[AddedToken]:
+    """The tokens of added_tokens_decoder, in the order of their ids."""
+    key = "added_tokens_decoder"
+    listed = config.part(key).items()
+    if not all(id.isascii() and id.isdigit() and len(id) < 12 for id in listed):
+        raise config.wrong(key, "use token ids as keys")
+    return [_added(config, key, listed[id], special=False) for id in sorted(listed, key=int)]
+
+
+def _extra_tokens(config: Values, found: Mapping[str, Any]) -> list[AddedToken]:
+    """The special tokens that have no name of their own."""
+    tokens: list[AddedToken] = []
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        listed = found.get(key) or []
+        listed = list(listed.values()) if isinstance(listed, dict) else listed
+        if not isinstance(listed, list):
+            raise config.wrong(key, "use a list of tokens")
+        tokens += [_added(config, key, token) for token in listed if token]
+    return tokens
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
     """Add the tokens that only the config files name; those of tokenizer.json keep their ids and flags."""
-    by_id = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
-    tokens = [_added(token, special=False) for _, token in by_id]
-    extra = config.get("extra_special_tokens") or []
-    extra = [*(extra.values() if isinstance(extra, dict) else extra), *(config.get("additional_special_tokens") or [])]
-    tokens += [_added(token, special=True) for token in [*map(config.get, _NAMED), *extra] if token]
     present = backend.get_added_tokens_decoder().values()
     plain, special = {token.content for token in present}, {token.content for token in present if token.special}
     for token in tokens:  # the few that remain, one by one, so that new ids follow this order, special or not
@@ -192,11 +207,24 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Non
             backend.add_tokens([token])
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(path: Path, config: Values, found: Mapping[str, Any]) -> str | None:
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
-    template = _read(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+        return _read_text(jinja)
+    file = path / "chat_template.json"
+    own = Values(file, _read(file))
+    if own.has("chat_template"):
+        return own.text("chat_template")
+    template = found.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        named = [Values(config.file, each, "chat_template: ") for each in template if isinstance(each, dict)]
+        default = next((each for each in named if each.text("name") == "default"), None)
+        return None if default is None else default.text("template")
+    return config.text("chat_template") if config.has("chat_template") else None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} cannot be read ({error}): fetch it again") from error

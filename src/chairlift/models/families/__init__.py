@@ -22,7 +22,7 @@ FAMILIES: dict[str, Callable[[ModelConfig, Take], Decoder]] = {
     "MistralForCausalLM": Llama(windows=same_window),
     "Qwen2ForCausalLM": Llama(qkv_bias=True, windows=qwen_windows),
     "Qwen3ForCausalLM": Llama(qk_norm=True, windows=qwen_windows),
-    "Gemma2ForCausalLM": Gemma(qk_norm=False, pattern=2),
+    "Gemma2ForCausalLM": Gemma(qk_norm=False, pattern=2, caps=(50.0, 30.0)),
     "Gemma3ForCausalLM": Gemma(qk_norm=True, pattern=6),
     "Phi3ForCausalLM": build_phi3,
 }
@@ -44,7 +44,9 @@ def read_config(
         raise ModelError(
             f"{file}: architecture {show(architecture)} is not supported: Chairlift runs {', '.join(sorted(FAMILIES))}"
         )
-    return read_common(architecture, values, dtype, device, ties=architecture in _TIED)
+    found = read_common(architecture, values, dtype, device, ties=architecture in _TIED)
+    outline(found)  # what a family reads for itself is wrong now or never
+    return found
 
 
 def build_decoder(config: ModelConfig, take: Take) -> Decoder:

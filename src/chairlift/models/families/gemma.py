@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chairlift.core.values import Values
 from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
 from chairlift.models.building import Take, column_linear, row_linear
 from chairlift.models.config import MAX_LAYERS, MAX_LENGTH, ModelConfig
@@ -26,6 +27,7 @@ class Gemma:
 
     qk_norm: bool  # Gemma 3, whose layers with a window also have a rope of their own
     pattern: int  # every so many layers, the last sees all tokens
+    caps: tuple[float, float] = (0.0, 0.0)  # of scores and logits, where the config is silent; null there means none
 
     def __call__(self, config: ModelConfig, take: Take) -> Decoder:
         """Return the decoder of a config."""
@@ -34,7 +36,7 @@ class Gemma:
             raise values.wrong("hidden_activation", "use gelu_pytorch_tanh")
         window = values.count("sliding_window", 4096, most=MAX_LENGTH)
         scalar = values.number("query_pre_attn_scalar", 256.0)
-        scoring = Scoring(scalar**-0.5, values.number("attn_logit_softcapping", 0.0, above=-1.0))
+        scoring = Scoring(scalar**-0.5, self._cap(values, "attn_logit_softcapping", self.caps[0]))
         ropes = {kind: self._rope(config, kind) for kind in _KINDS}
         blocks = [
             self._block(config, take, f"model.layers.{i}.", ropes[kind], window if kind == _KINDS[0] else 0, scoring)
@@ -43,8 +45,11 @@ class Gemma:
         embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
         output = embedding if config.tied_embeddings else take.tensor("lm_head.weight", config.vocab_size, hidden)
         head = Linear(Dense(output), norm=_norm(config, take, "model.norm", hidden))
-        cap = values.number("final_logit_softcapping", 0.0, above=-1.0)
+        cap = self._cap(values, "final_logit_softcapping", self.caps[1])
         return Decoder(config, embedding, blocks, head, embedding_scale=hidden**0.5, logit_cap=cap)
+
+    def _cap(self, values: Values, key: str, usual: float) -> float:
+        return values.number(key) if values.has(key) else 0.0 if values.says(key) else usual
 
     def _kinds(self, config: ModelConfig) -> list[str]:
         """Which layers have a window."""

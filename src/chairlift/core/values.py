@@ -1,0 +1,150 @@
+"""Values: what a model's file says under each key, read with the type and the range that it must have."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from chairlift.core.errors import ModelError
+
+MOST_COUNT = 1 << 24
+MOST_NUMBER, LEAST_NUMBER = 1e30, 1e-30  # what is computed with such numbers stays finite
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 60
+
+
+class Values:
+    """The values of one file by key; null is as good as absent.
+
+    Each method raises a ModelError that names the file, the key and the value where the value cannot be used, or where
+    it is absent and there is no default.
+
+    >>> values = Values("config.json", {"num_hidden_layers": "x", "rope_scaling": {"factor": 8}})
+    >>> values.part("rope_scaling").number("factor")
+    8.0
+    >>> values.count("num_hidden_layers", most=100)
+    Traceback (most recent call last):
+    chairlift.core.errors.ModelError: config.json: num_hidden_layers is 'x': use a whole number from 1 to 100
+    """
+
+    def __init__(self, file: object, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.file = str(file)
+        self._values = values
+        self._prefix = prefix
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value."""
+        return self._values.get(key) is not None
+
+    def says(self, key: str) -> bool:
+        """Whether there is a value, or null in its place."""
+        return key in self._values
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST_COUNT) -> int:
+        """A whole number from `least` to `most`."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if not _is_whole(value) or not least <= value <= most:
+            raise self.wrong(key, f"use a whole number from {least:,} to {most:,}")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0, most: float = MOST_NUMBER) -> float:
+        """A finite number above `above` and up to `most`."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        # A whole number may be larger than any float: it is compared before it is converted.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
+            raise self.wrong(key, f"use a number above {above:g} and up to {most:g}")
+        if 0 < abs(value) < LEAST_NUMBER:
+            raise self.wrong(key, f"use a number above {LEAST_NUMBER:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "use true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.wrong(key, "use a string")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; empty if it is absent."""
+        return self._list(key, (str,), "a list of strings")
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers; empty if it is absent."""
+        found = self._list(key, (int, float), "a list of finite numbers")
+        if not all(-MOST_NUMBER <= value <= MOST_NUMBER for value in found):
+            raise self.wrong(key, "use a list of finite numbers")
+        return found
+
+    def ids(self, key: str, below: int) -> list[int]:
+        """Token ids, one or a list; those that no vocabulary of `below` tokens has are left out.
+
+        Files write -1 for "none", and name special tokens that the weights have no row for.
+        """
+        value = self._values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if set(map(type, found)) - {int}:
+            raise self.wrong(key, "use a token id or a list of them")
+        return [id for id in found if 0 <= id < below]
+
+    def part(self, key: str) -> Values:
+        """The values of an object within; none if it is absent."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, "use an object")
+        return Values(self.file, value or {}, f"{self._prefix}{key}.")
+
+    def items(self) -> Mapping[str, Any]:
+        """All values, of any type."""
+        return self._values
+
+    def wrong(self, key: str, remedy: str) -> ModelError:
+        """The error for a value that cannot be used, with what to use in its place."""
+        value = self._values.get(key)
+        said = "is missing" if value is None else f"is {show(value)}"
+        return ModelError(f"{self.file}: {self._prefix}{key} {said}: {remedy}")
+
+    def _list(self, key: str, types: tuple[type, ...], kind: str) -> list[Any]:
+        value = self._values.get(key)
+        if value is None:
+            return []
+        # The types as a set: a vocabulary has hundreds of thousands of entries.
+        if not isinstance(value, list) or set(map(type, value)) - {*types}:
+            raise self.wrong(key, f"use {kind}")
+        return value
+
+
+def show(value: object) -> str:
+    """A value in a message: one line, however long the value is."""
+    return _shown.repr(value)
+
+
+def is_name(value: object) -> bool:
+    """Whether a value can be the name of a tensor or a file, and be written in a message as it is."""
+    return isinstance(value, str) and value.isprintable() and len(value) <= 255
+
+
+def one_line(error: BaseException) -> str:
+    """What a library says, as part of a message: one line, and no longer than a few."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 200 else f"{said[:200]} ..."
+
+
+def _is_whole(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a whole number, also where it is written as 4096.0."""
+    if isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, int) and not isinstance(value, bool)
