@@ -63,9 +63,7 @@ class Pages:
         bounds, lengths = np.array(starts, np.int32), np.array(contexts, np.int32)
         return Batch.on(CPU, HostBatch(positions, np.empty(0, np.int64), bounds, lengths, tables))
 
-    def attend(
-        self, window: int = 0, attend: Any = paged_attention, scoring: Scoring | None = None
-    ) -> torch.Tensor:
+    def attend(self, window: int = 0, attend: Any = paged_attention, scoring: Scoring | None = None) -> torch.Tensor:
         """What the kernel gives."""
         compiled = attend is paged_attention
         out = attend(self.q.numpy() if compiled else self.q, self.heads, self.cache, 1, self.batch, window, scoring)

@@ -137,4 +137,6 @@ def test_another_weight_format_needs_one_class() -> None:
     exact = linear_reference(x, torch.cat([gate, up]), norm=norm, gate=SILU)
     assert layer.nbytes < Linear(Dense(torch.cat([gate, up])), norm=norm, gate=SILU).nbytes / 3
     assert (layer(x) - exact).norm() < 0.03 * exact.norm()
-    assert torch.allclose(torch.from_numpy(layer(x.numpy(), add_to=residual.clone().numpy())) - residual, layer(x), atol=1e-5)
+    assert torch.allclose(
+        torch.from_numpy(layer(x.numpy(), add_to=residual.clone().numpy())) - residual, layer(x), atol=1e-5
+    )

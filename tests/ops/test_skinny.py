@@ -44,7 +44,9 @@ def check(
         gate,
         None if residual is None else residual.double(),
     )
-    got = skinny_cuda.linear(x, weight, bias, norm.weight if norm else None, 1e-6, gate and (gate.linear, gate.cubic), residual)
+    got = skinny_cuda.linear(
+        x, weight, bias, norm.weight if norm else None, 1e-6, gate and (gate.linear, gate.cubic), residual
+    )
     assert got.dtype == dtype
     assert residual is None or got is residual
     assert close(got, expected)

@@ -16,6 +16,7 @@ from chairlift.ops.norm import Norm
 from chairlift.ops.rotate import rotate_and_store
 from chairlift.ops.scoring import Scoring
 
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """What an attention layer keeps of each token."""

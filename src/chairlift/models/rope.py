@@ -26,9 +26,7 @@ class RopeConfig:
     partial: float = 1.0  # share of each head that is rotated
 
     @staticmethod
-    def read(
-        config: Values, head_dim: int, params: Values | None = None, theta: float = 10000.0
-    ) -> RopeConfig:
+    def read(config: Values, head_dim: int, params: Values | None = None, theta: float = 10000.0) -> RopeConfig:
         """Read a config.json: rope_theta and rope_scaling, or the newer rope_parameters that holds both.
 
         `params` are others in their place, where a family has several; `theta` is the family's own default.
@@ -39,7 +37,9 @@ class RopeConfig:
         if kind not in SCALINGS:
             raise params.wrong("rope_type" if params.has("rope_type") else "type", f"use {', '.join(SCALINGS)}")
         theta = (params if params.has("rope_theta") else config).number("rope_theta", theta, above=1.0)
-        partial = (params if params.has("partial_rotary_factor") else config).number("partial_rotary_factor", 1.0, most=1.0)
+        partial = (params if params.has("partial_rotary_factor") else config).number(
+            "partial_rotary_factor", 1.0, most=1.0
+        )
         rotated = int(head_dim * partial)
         if rotated % 4 and rotated < head_dim:
             raise config.wrong("partial_rotary_factor", f"use one of which a head of {head_dim} has a multiple of 4")

@@ -297,9 +297,7 @@ def _weigh(
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _softmax(
-    weights: np.ndarray, row: int, low: int, high: int, begin: int, end: int, cap: float, sink: float
-) -> None:
+def _softmax(weights: np.ndarray, row: int, low: int, high: int, begin: int, end: int, cap: float, sink: float) -> None:
     """Turn the scores low..high of a row into weights that add up to 1; what is masked around them becomes 0.
 
     A sink takes its share of that 1; at -1e30 there is none.

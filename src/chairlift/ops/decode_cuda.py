@@ -205,9 +205,7 @@ def _attend_own(
             done = tl.atomic_add(arrived_at + piece * (HEADS // GROUP) + head, 1)
             if done == own - 1:
                 tl.store(arrived_at + piece * (HEADS // GROUP) + head, 0)
-                _join(
-                    sums_at, peaks_at, sinks_at, out_at, piece, head, first, slots, GROUP, HEADS, DIM, WIDTH, SINKS
-                )
+                _join(sums_at, peaks_at, sinks_at, out_at, piece, head, first, slots, GROUP, HEADS, DIM, WIDTH, SINKS)
 
 
 # The width of the tables differs from step to step: no kernel of its own for some.

@@ -16,9 +16,7 @@ _TURNED = 8  # heads of a token that a program turns
 _COPIED = 128  # entries of a block table that are copied at a time
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None) -> torch.Tensor:
     """Return x / rms(x) * weight over the last dimension; with `add_to`, add it there in place and return that."""
     out = torch.empty_like(x) if add_to is None else add_to
     size = x.shape[-1]
@@ -117,9 +115,7 @@ def _norm(
 
 
 @triton.jit
-def _gate(
-    y_at, out_at, width, COUNT: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr
-):
+def _gate(y_at, out_at, width, COUNT: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     inside = column < width

@@ -69,16 +69,12 @@ def normalize(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, fi
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
-def _add_norm(
-    state: int, pieces: int, y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray
-) -> None:
+def _add_norm(state: int, pieces: int, y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     run(state, pieces, *bind(_add_norm_rows, (y, weight, eps, out)))
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _add_norm_rows(
-    y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, piece: int, pieces: int
-) -> None:
+def _add_norm_rows(y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, piece: int, pieces: int) -> None:
     tokens = y.shape[0]
     first, last = tokens * piece // pieces, tokens * (piece + 1) // pieces
     normalize(y, weight, eps, y, first, last)
