@@ -12,6 +12,7 @@ from chairlift.core.errors import CapacityError
 from chairlift.core.limits import Limits
 from chairlift.core.words import counted
 from chairlift.execution.dry_run import dry_run
+from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 
 _MIB = 1 << 20

@@ -15,7 +15,6 @@ from chairlift.execution.build import Loaded
 from chairlift.execution.calibrate import calibrate
 from chairlift.execution.dry_run import dry_run
 from chairlift.models.decoder import Decoder
-from chairlift.ops.kv_cache import KvCache
 
 ROWS = (1, 128, 512, 4096)  # tokens in a step: one stream, a batch of decodes, a prompt's chunk, a large one
 _READ = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes: far more than any cache holds

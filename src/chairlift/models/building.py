@@ -13,7 +13,6 @@ from chairlift.ops.linear import Linear, Reduce
 from chairlift.ops.norm import Norm
 from chairlift.ops.weight import Weight
 
-
 Parts = int | tuple[int, ...]  # the outputs of a matrix, or of each of several projections that are stored as one
 
 

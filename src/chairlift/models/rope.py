@@ -43,7 +43,8 @@ class RopeConfig:
         rotated = int(head_dim * partial)
         if rotated % 4 and rotated < head_dim:
             raise config.wrong("partial_rotary_factor", f"use one of which a head of {head_dim} has a multiple of 4")
-        factors, longer = (), ()
+        factors: tuple[float, ...] = ()
+        longer: tuple[float, ...] = ()
         if kind == "longrope":
             factors, longer = (_factors(params, key, rotated // 2) for key in ("short_factor", "long_factor"))
         elif config.has("rope_freq_factors"):

@@ -16,7 +16,6 @@ from chairlift.ops.team import bind, run, team
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
 
-
 _NOTHING = np.empty(0, np.float32)
 
 

@@ -79,7 +79,8 @@ def _attend_prompts(
         data.stride(0), data.stride(1), data.stride(2),
         GROUP=group, HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK=cache.block_size, ROWS=rows,
         KEYS=_EXACT if is_exact else _KEYS, WINDOWED=window > 0, EXACT=is_exact,
-        CAP=scoring.softcap, SINKS=scoring.sinks is not None, TOP=TOPS.get(cache.dtype, 0), num_warps=4, num_stages=3 if is_long else 2, **early(),
+        CAP=scoring.softcap, SINKS=scoring.sinks is not None, TOP=TOPS.get(cache.dtype, 0), num_warps=4,
+        num_stages=3 if is_long else 2, **early(),
     )  # fmt: skip
 
 

@@ -71,7 +71,8 @@ class DenseProduct(Product):
 
         if skinny_cuda.pays(x.shape[0], weight.shape[0]):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return skinny_cuda.linear(x, weight, bias, scale, eps, gate and (gate.linear, gate.cubic), add_to)
+            numbers = None if gate is None else (gate.linear, gate.cubic)
+            return skinny_cuda.linear(x, weight, bias, scale, eps, numbers, add_to)
         if norm is not None:
             x = rms_norm(x, norm)
         if add_to is not None and bias is None and gate is None:

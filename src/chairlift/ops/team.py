@@ -185,7 +185,7 @@ def _help(state: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _call_up(state: int) -> int:
+def _call_up(state: int) -> Any:
     """Return how many threads are asleep, and count them as awake."""
     count = _load(state + 8 * _ASLEEP)
     while not _swap(state + 8 * _ASLEEP, count, 0):
@@ -212,8 +212,8 @@ class Team:
             return 0, 1
         if len(self._helpers) < threads - 1:
             self._grow(threads - 1)
-        if self._state[_ASLEEP]:
-            self._calls.release(_call_up(self._address))
+        if self._state[_ASLEEP] and (sleepers := int(_call_up(self._address))):
+            self._calls.release(sleepers)
         return self._address, _PIECES_OF_THREAD * threads
 
     def _grow(self, count: int) -> None:

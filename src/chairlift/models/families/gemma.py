@@ -61,7 +61,7 @@ class Gemma:
         return kinds or [_KINDS[0] if (i + 1) % pattern else _KINDS[1] for i in range(layers)]
 
     def _rope(self, config: ModelConfig, kind: str) -> RopeConfig:
-        """The rope of a kind of layers: in Gemma 3 that of layers with a window has a base of its own and no scaling."""
+        """Read the rope of a kind of layers: those with a window have a base of their own in Gemma 3, and no scaling."""
         values, dim = config.values, config.head_dim
         if not self.qk_norm:
             return RopeConfig.read(values, dim)

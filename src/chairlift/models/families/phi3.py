@@ -1,4 +1,4 @@
-"""Phi-3: Llama with q, k and v stored as one matrix, and gate and up as another; some sizes rotate a part of each head."""
+"""Phi-3: Llama with q, k and v stored as one matrix, gate and up as another; some sizes rotate a part of each head."""
 
 from __future__ import annotations
 
