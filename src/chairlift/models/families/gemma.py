@@ -61,7 +61,7 @@ class Gemma:
         return kinds or [_KINDS[0] if (i + 1) % pattern else _KINDS[1] for i in range(layers)]
 
     def _rope(self, config: ModelConfig, kind: str) -> RopeConfig:
-        """Read the rope of a kind of layers: those with a window have a base of their own in Gemma 3, and no scaling."""
+        """Read the rope of a kind of layers: in Gemma 3 those with a window have their own base, and no scaling."""
         values, dim = config.values, config.head_dim
         if not self.qk_norm:
             return RopeConfig.read(values, dim)
