@@ -27,6 +27,21 @@ ROPE_LLAMA3 = {
 ROPE_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
 ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
+ROPE_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 1.2, 1.7, 2.5, 5.0, 9.0],
+    "original_max_position_embeddings": 512,
+}
+GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 20, "num_hidden_layers": 4}
+GEMMA3_LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+PHI = {"bos_token_id": 0, "pad_token_id": 0}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with grouped heads": ("LlamaForCausalLM", {"head_dim": 32}),
     "llama, tied, one KV head each": ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -43,6 +58,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2 with yarn": ("Qwen2ForCausalLM", {"rope_parameters": ROPE_YARN}),
     "qwen3, tied": ("Qwen3ForCausalLM", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma2 without soft caps": (
+        "Gemma2ForCausalLM",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "num_hidden_layers": 7}),
+    "gemma3 with linear rope": ("Gemma3ForCausalLM", {**GEMMA, "rope_parameters": GEMMA3_LINEAR}),
+    "phi3": ("Phi3ForCausalLM", {**PHI}),
+    "phi3 with a window": ("Phi3ForCausalLM", {**PHI, "sliding_window": 24}),
+    "phi3 with a partial, long rope": ("Phi3ForCausalLM", {**PHI, "rope_parameters": ROPE_LONG}),
 }
 
 # Ways to run that must not change a token. The KV cache of the last ones holds one full-length sequence, so that
@@ -91,8 +116,10 @@ def continue_with_transformers(model: Any, prompt: list[int], count: int) -> lis
 def test_every_family_equals_transformers_in_every_way_to_run(
     architecture: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, **config)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, spread_norms=True, **config)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     draw = random.Random(1)
     prompts = [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(12)]
     expected = [continue_with_transformers(reference, prompt, 40) for prompt in prompts]

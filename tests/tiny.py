@@ -29,12 +29,14 @@ def make_tiny_model(
     seed: int = 0,
     tokenizer: bool = True,
     chat_template: str | None = CHAT_TEMPLATE,
+    spread_norms: bool = False,
     **config: Any,
 ) -> Path:
     """Write a model folder: config, safetensors and, if wanted, a byte-level BPE tokenizer with a chat template.
 
     Further keywords override the config (`head_dim=32`, `num_hidden_layers=4`, `sliding_window=32`, ...). The weights
-    depend on `seed` alone and are wide enough that answers wander instead of repeating one token.
+    depend on `seed` alone and are wide enough that answers wander instead of repeating one token. A fresh model's norms
+    are all alike; `spread_norms` makes their weights differ.
     """
     import torch
     import transformers
@@ -58,6 +60,10 @@ def make_tiny_model(
     kind: type[Any] = getattr(transformers, architecture)
     torch.manual_seed(seed)
     model = kind(kind.config_class(**values))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if spread_norms and "norm" in name:
+                weight.add_(torch.randn_like(weight) / 4)
     model.save_pretrained(folder)
     if tokenizer:
         write_tokenizer(folder, min(320, values["vocab_size"]), chat_template)

@@ -16,7 +16,7 @@ from chairlift.bench.sizes import WARM, Watch, measure, read_sizes
 from chairlift.commands.bench_sizes import sizes as command
 from chairlift.core.errors import ChairliftError
 from chairlift.costs.floor import weights_of
-from chairlift.models.config import read_config
+from chairlift.models.families import outline, read_config
 
 CPU = {"device": "cpu"}
 
@@ -35,7 +35,9 @@ def test_every_size_has_all_its_full_steps_and_the_floor_of_their_contexts(
     for row in summary["sizes"]:
         assert row["steps"] == output - 1 - WARM
         seen = sum(prompt + step for step in range(1 + WARM, output))  # by one sequence
-        floor = (row["steps"] * weights + row["size"] * seen * config.kv_bytes_per_token) / summary["read_bytes_s"]
+        floor = (row["steps"] * weights + row["size"] * seen * outline(config)[0].kv_bytes_per_token()) / summary[
+            "read_bytes_s"
+        ]
         assert row["floor_tok_s"] == pytest.approx(row["size"] * row["steps"] / floor)
         assert row["output_tok_s"] == pytest.approx(1000 * row["size"] / row["step_ms"])
         assert row["floor_share"] == pytest.approx(row["output_tok_s"] / row["floor_tok_s"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chairlift.costs.floor import floor_of, weights_of
-from chairlift.models.config import read_config
+from chairlift.models.families import read_config
 from chairlift.models.shapes import SHAPES
 from chairlift.traffic.workloads import NAMED, Workload
 

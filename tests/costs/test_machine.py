@@ -12,7 +12,7 @@ import torch
 
 from chairlift.core.cost import Cost
 from chairlift.costs import machine
-from chairlift.models.config import read_config
+from chairlift.models.families import outline, read_config
 from chairlift.models.shapes import SHAPES
 
 
@@ -32,7 +32,9 @@ def test_the_command_writes_a_file_and_says_it_in_words(tiny_model: Path, tmp_pa
     assert (found["device"], found["dtype"]) == ("cpu", "float32")
     assert found["rates"]["read_bytes_s"] > 0 and found["rates"]["flops_s"] > 0
     assert {(each["matrix"], each["rows"]) for each in found["products"]} == {
-        (name, rows) for name in machine.matrices(read_config(SHAPES["stories15m"])) for rows in machine.ROWS
+        (name, rows)
+        for name in machine.matrices(outline(read_config(SHAPES["stories15m"]))[0])
+        for rows in machine.ROWS
     }
     assert Cost(**found["cost"]).token > 0
     assert found["launch_s"] is found["to_device_bytes_s"] is found["to_host_bytes_s"] is None
@@ -44,7 +46,7 @@ def test_a_folder_that_is_not_there_is_said_before_anything_is_measured(tmp_path
 
 
 def test_the_matrices_are_those_of_the_layers_and_the_head() -> None:
-    found = machine.matrices(read_config(SHAPES["qwen3-0.6b"]))
+    found = machine.matrices(outline(read_config(SHAPES["qwen3-0.6b"]))[0])
     assert found == {
         "queries, keys, values": (4096, 1024),
         "attention's output": (1024, 2048),

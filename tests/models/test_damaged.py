@@ -18,7 +18,7 @@ import pytest
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import ChairliftError, ModelError, RequestError
 from chairlift.models.checkpoint import open_checkpoint
-from chairlift.models.config import read_config
+from chairlift.models.families import read_config
 from chairlift.text.tokenizer import Tokenizer
 
 LONGEST_MESSAGE = 1000  # characters, of which a path may take hundreds

@@ -11,6 +11,7 @@ import torch
 from chairlift.ops.attention import paged_attention
 from chairlift.ops.batch import Batch, HostBatch
 from chairlift.ops.kv_cache import KvCache, write_kv_reference
+from chairlift.ops.scoring import Scoring
 
 CPU = torch.device("cpu")
 
@@ -62,14 +63,15 @@ class Pages:
         bounds, lengths = np.array(starts, np.int32), np.array(contexts, np.int32)
         return Batch.on(CPU, HostBatch(positions, np.empty(0, np.int64), bounds, lengths, tables))
 
-    def attend(self, window: int = 0, attend: Any = paged_attention) -> torch.Tensor:
+    def attend(self, window: int = 0, attend: Any = paged_attention, scoring: Scoring | None = None) -> torch.Tensor:
         """What the kernel gives."""
         compiled = attend is paged_attention
-        out = attend(self.q.numpy() if compiled else self.q, self.heads, self.cache, 1, self.batch, window)
+        out = attend(self.q.numpy() if compiled else self.q, self.heads, self.cache, 1, self.batch, window, scoring)
         return torch.as_tensor(out).unflatten(1, (self.heads, -1)).double()
 
-    def dense(self, window: int) -> torch.Tensor:
+    def dense(self, window: int, scoring: Scoring | None = None) -> torch.Tensor:
         """Softmax attention by the book."""
+        scoring = scoring or Scoring.usual(self.q.shape[2])
         answers = []
         row = 0
         for (before, now), k, v in zip(self.pieces, self.keys, self.values, strict=True):
@@ -79,8 +81,13 @@ class Pages:
                 group = q.shape[0] // k.shape[1]
                 keys = k[low : position + 1].double().repeat_interleave(group, dim=1)
                 values = v[low : position + 1].double().repeat_interleave(group, dim=1)
-                scores = torch.einsum("hd,thd->ht", q, keys) / math.sqrt(q.shape[1])
-                answers.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+                scores = torch.einsum("hd,thd->ht", q, keys) * scoring.scale
+                if scoring.softcap:
+                    scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+                if scoring.sinks is not None:
+                    scores = torch.cat([scores, scoring.sinks.double()[:, None]], 1)
+                weights = scores.softmax(-1)[:, : len(keys)]
+                answers.append(torch.einsum("ht,thd->hd", weights, values))
                 row += 1
         return torch.stack(answers)
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from pages import PIECES, Pages
 
 from chairlift.ops.attention import paged_attention, paged_attention_reference
+from chairlift.ops.scoring import Scoring
 
 
 @pytest.mark.parametrize("window", [0, 1, 20])
@@ -20,6 +21,16 @@ def test_it_matches_dense_attention(
     exact = pages.dense(window)
     for attend in (paged_attention, paged_attention_reference):
         assert (pages.attend(window, attend) - exact).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+def test_scale_soft_cap_and_sinks_match(pieces: list[tuple[int, int]], has_sinks: bool, capped: bool) -> None:
+    scoring = Scoring(0.5, 5.0 if capped else 0.0, torch.tensor([-1.0, 0.5, 2.0, 7.0]) if has_sinks else None)
+    pages = Pages(pieces, 4, 2, 32)
+    for attend in (paged_attention, paged_attention_reference):
+        assert (pages.attend(20, attend, scoring) - pages.dense(20, scoring)).abs().max() < 5e-6
 
 
 @pytest.mark.parametrize("block_size", [32, 48])

@@ -1,9 +1,14 @@
 """A packed linear layer gives what torch gives, and the same bits whatever the batch."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from chairlift.ops.linear import Linear, Norm, linear_reference
+from chairlift.ops.dense import Dense, linear_reference
+from chairlift.ops.linear import Linear
+from chairlift.ops.norm import Norm, rms_norm_reference
+from chairlift.ops.weight import GELU_TANH, SILU, Gate, Weight
 
 SHAPES = [(576, 960), (1536, 576), (100, 37), (7, 3), (513, 16)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 65]
@@ -18,18 +23,19 @@ def test_it_matches_the_reference(depth: int, width: int, rows: int) -> None:
     bound = 1e-6 + 4e-7 * depth  # one chain of multiply-adds: the rounding of partial sums grows with its length
     for b in (None, bias):
         exact = linear_reference(x.double(), weight.double(), None if b is None else b.double())
-        assert (Linear(weight, b)(x).double() - exact).abs().max() < bound
-        added = Linear(weight, b)(x, add_to=residual.clone())
+        assert (Linear(Dense(weight), b)(x).double() - exact).abs().max() < bound
+        added = Linear(Dense(weight), b)(x, add_to=residual.clone())
         assert (added.double() - residual.double() - exact).abs().max() < bound
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inner", [16, 40, 1536])
-def test_a_gated_layer_matches_the_reference(rows: int, inner: int) -> None:
+@pytest.mark.parametrize("gate", [SILU, GELU_TANH], ids=["silu", "gelu"])
+def test_a_gated_layer_matches_the_reference(rows: int, inner: int, gate: Gate) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, x = torch.randn(2 * inner, 96, generator=generator), torch.randn(rows, 96, generator=generator)
-    exact = linear_reference(x.double(), weight.double(), gated=True)
-    got = Linear(weight, gated=True)(x)
+    exact = linear_reference(x.double(), weight.double(), gate=gate)
+    got = Linear(Dense(weight), gate=gate)(x)
     assert got.shape == (rows, inner)
     assert (got.double() - exact).abs().max() < 2e-5 * exact.abs().max()
 
@@ -40,11 +46,11 @@ def test_a_norm_before_it_matches_the_reference(rows: int) -> None:
     weight, scale = torch.randn(40, 96, generator=generator), torch.randn(96, generator=generator)
     x = torch.randn(rows, 96, generator=generator)
     exact = linear_reference(x.double(), weight.double(), norm=Norm(scale.double(), 1e-5))
-    assert (Linear(weight, norm=Norm(scale, 1e-5))(x).double() - exact).abs().max() < 4e-5
+    assert (Linear(Dense(weight), norm=Norm(scale, 1e-5))(x).double() - exact).abs().max() < 4e-5
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
-    weight = Linear(torch.randn(96, 1000))
+    weight = Linear(Dense(torch.randn(96, 1000)))
     x = torch.randn(67, 1000)
     whole = weight(x)
     for rows in (1, 2, 3, 5, 8, 13):
@@ -53,7 +59,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
 
 
 def test_threads_do_not_change_a_bit() -> None:
-    weight, x = Linear(torch.randn(200, 300)), torch.randn(9, 300)
+    weight, x = Linear(Dense(torch.randn(200, 300))), torch.randn(9, 300)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -65,4 +71,72 @@ def test_threads_do_not_change_a_bit() -> None:
 
 def test_other_types_take_the_plain_path() -> None:
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(5, 32).bfloat16()
-    assert torch.equal(Linear(weight)(x), linear_reference(x, weight))
+    assert torch.equal(Linear(Dense(weight))(x), linear_reference(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_the_output_comes_before_the_residual(dtype: torch.dtype) -> None:
+    weight, x, residual = torch.randn(48, 32).to(dtype), torch.randn(5, 32).to(dtype), torch.randn(5, 48).to(dtype)
+    norm = Norm(torch.randn(48), 1e-6)
+    normed = rms_norm_reference(linear_reference(x, weight), norm.weight, norm.eps)
+    layer = Linear(Dense(weight), after=norm)
+    near = 1e-5 if dtype == torch.float32 else 0.05
+    assert torch.allclose(layer(x), normed, atol=near)
+    assert torch.allclose(layer(x, add_to=residual.clone()), residual + normed, atol=near)
+
+
+def test_ranks_together_give_the_whole_layer() -> None:
+    """Column-parallel layers give parts of the output, row-parallel ones sum theirs before bias and residual."""
+    weight, bias, x = Dense(torch.randn(40, 24)), torch.randn(40), torch.randn(3, 24)
+    residual = torch.randn(3, 40)
+    whole = Linear(weight, bias)(x, add_to=residual.clone())
+    columns = [Linear(weight.rows(first, first + 20), bias[first : first + 20])(x) for first in (0, 20)]
+    assert torch.allclose(residual + torch.cat(columns, 1), whole, atol=1e-5)
+    other = Linear(weight.columns(12, 24))(x[:, 12:].contiguous())
+    first = Linear(weight.columns(0, 12), bias, reduce=lambda part: part + other)
+    assert torch.allclose(first(x[:, :12].contiguous(), add_to=residual.clone()), whole, atol=1e-5)
+
+
+class HalfBytes(Weight):
+    """A format of its own, as another file would add it: 8-bit codes with a scale for each output."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "HalfBytes":
+        scales = tensor.abs().amax(1, keepdim=True) / 127
+        return HalfBytes((tensor / scales).round().to(torch.int8), scales)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.codes * self.scales).t()
+
+    def join(self, others: Sequence["HalfBytes"]) -> "HalfBytes":
+        every = [self, *others]
+        return HalfBytes(torch.cat([each.codes for each in every]), torch.cat([each.scales for each in every]))
+
+    def rows(self, first: int, last: int) -> "HalfBytes":
+        return HalfBytes(self.codes[first:last], self.scales[first:last])
+
+    def columns(self, first: int, last: int) -> "HalfBytes":
+        return HalfBytes(self.codes[:, first:last], self.scales)
+
+
+def test_another_weight_format_needs_one_class() -> None:
+    gate, up, x = torch.randn(40, 32), torch.randn(40, 32), torch.randn(5, 32)
+    norm, residual = Norm(torch.rand(32) + 0.5, 1e-6), torch.randn(5, 40)
+    layer = Linear(HalfBytes.of(gate).join([HalfBytes.of(up)]), norm=norm, gate=SILU)
+    exact = linear_reference(x, torch.cat([gate, up]), norm=norm, gate=SILU)
+    assert layer.nbytes < Linear(Dense(torch.cat([gate, up])), norm=norm, gate=SILU).nbytes / 3
+    assert (layer(x) - exact).norm() < 0.03 * exact.norm()
+    assert torch.allclose(
+        torch.from_numpy(layer(x.numpy(), add_to=residual.clone().numpy())) - residual, layer(x), atol=1e-5
+    )

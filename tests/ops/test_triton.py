@@ -14,10 +14,11 @@ from chairlift.ops.attention import paged_attention_reference
 from chairlift.ops.batch import Batch, HostBatch, Shared
 from chairlift.ops.kv_cache import KvCache, write_kv_reference
 from chairlift.ops.kv_quant import KV_DTYPES
-from chairlift.ops.linear import silu_mul_reference
 from chairlift.ops.look_up import look_up_reference
 from chairlift.ops.norm import rms_norm_reference
 from chairlift.ops.rotate import rotate_and_store_reference
+from chairlift.ops.scoring import Scoring
+from chairlift.ops.weight import GELU_TANH, SILU, gate_mul_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":  # the interpreter runs programs one by one, those without work too
@@ -82,6 +83,20 @@ def test_other_head_sizes_match(heads: int, kv_heads: int, dim: int, window: int
     qkv = torch.randn(21, heads + 2 * kv_heads, dim, device=DEVICE)
     got = attention_cuda.attend(qkv, heads, cache, 1, batch, window)
     assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+def test_other_scores_match(pieces: list[tuple[int, int]], window: int, has_sinks: bool, capped: bool) -> None:
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 7.0], device=DEVICE) if has_sinks else None
+    scoring = Scoring(0.3, 5.0 if capped else 0.0, sinks)
+    batch, blocks = make_batch(pieces, 16)
+    cache = make_cache(blocks, 2, 32)
+    qkv = torch.randn(batch.positions.shape[0], 8, 32, device=DEVICE)
+    got = attention_cuda.attend(qkv, 4, cache, 1, batch, window, scoring)
+    assert close(got, paged_attention_reference(qkv, 4, cache, 1, batch, window, scoring))
 
 
 def make_cache(blocks: int, kv_heads: int, dim: int) -> KvCache:
@@ -231,7 +246,11 @@ def test_norm_and_gate_match(size: int) -> None:
     x, weight = torch.randn(5, size, device=DEVICE) * 10, torch.randn(size, device=DEVICE)
     assert close(fused_cuda.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     y = torch.randn(3, 2 * size, device=DEVICE)
-    assert close(fused_cuda.silu_mul(y), silu_mul_reference(y))
+    for gate in (SILU, GELU_TANH):
+        assert close(fused_cuda.gate_mul(y, gate.linear, gate.cubic), gate_mul_reference(y, gate))
+    residual = torch.randn(5, size, device=DEVICE)
+    added = fused_cuda.rms_norm(x, weight, 1e-6, residual.clone())
+    assert close(added, residual + rms_norm_reference(x, weight, 1e-6))
 
 
 def test_looking_up_decodes_matches() -> None:

@@ -41,6 +41,10 @@ class Values:
         """Whether there is a value."""
         return self._values.get(key) is not None
 
+    def says(self, key: str) -> bool:
+        """Whether there is a value, or null in its place."""
+        return key in self._values
+
     def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST_COUNT) -> int:
         """A whole number from `least` to `most`."""
         value = self._values.get(key)

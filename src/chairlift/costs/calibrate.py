@@ -8,9 +8,7 @@ import torch
 
 from chairlift.core.cost import Cost
 from chairlift.costs.dry_run import dry_run
-from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.loader import tensor_shapes
 from chairlift.ops.kv_cache import KvCache
 
 _MANY = 128  # tokens of a step whose arithmetic outweighs reading the weights
@@ -20,17 +18,12 @@ _MOVED = 8  # blocks
 def calibrate(decoder: Decoder, cache: KvCache, tokens: int = _MANY) -> Cost:
     """Time a step of one token and one of many, and a copy of a few blocks; kernels must have been compiled."""
     one, many = (_seconds(decoder, count, cache) for count in (1, tokens))
-    config = decoder.config
     token = many / tokens
     # Attention's share follows from the arithmetic: a pair costs 4 operations an element, a token 2 a weight.
-    pair = token * 4 * config.heads * config.head_dim * config.layers / (2 * _weights(config))
+    pair = token * 4 * decoder.query_width / (2 * decoder.layer_weights)
     return Cost(
         fixed=0.05 * one, weights=one, token=token, context=2 * pair, pair=pair, block_copy=_copy_seconds(cache)
     )
-
-
-def _weights(config: ModelConfig) -> int:
-    return sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
 
 
 def _seconds(decoder: Decoder, tokens: int, cache: KvCache) -> float:

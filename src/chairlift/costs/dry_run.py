@@ -11,7 +11,6 @@ from chairlift.models.decoder import Decoder
 from chairlift.ops import sampling
 from chairlift.ops.batch import Batch, HostBatch, Shared
 from chairlift.ops.filters import Filters
-from chairlift.ops.kv_cache import KvCache
 
 _FEW, _SHORT, _LONG = 16, 600, 2112  # tokens of steps that run kernels of their own
 
@@ -31,19 +30,10 @@ def dry_run(
 
     There may be others `before` them, and they may go through the kernels for sequences that read together.
     """
-    config, device = decoder.config, decoder.device
+    device = decoder.device
     context = before + tokens
     blocks = -(-context // block_size)
-    cache = KvCache(
-        config.layers,
-        blocks,
-        config.kv_heads,
-        config.head_dim,
-        block_size,
-        kv_dtype or config.dtype,
-        device,
-        compiled=decoder.is_compiled,
-    )
+    cache = decoder.make_cache(blocks, block_size, kv_dtype)
     host = HostBatch(
         positions=np.arange(before, context),
         slots=np.arange(before, context),

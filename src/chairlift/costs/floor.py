@@ -36,7 +36,10 @@ class Floor:
 
 def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: float) -> Floor:
     """The floor with every request in the batch from the start, so that the longest answer gives the steps."""
+    from chairlift.models.families import outline
+
     lengths = [(query.prompt_tokens, query.output_tokens) for query in workload.queries]
+    decoder, _ = outline(config)
     matrices, head = weights_of(config)
     # An answer's first token comes with its prompt. For each further one the last is fed in, which sees itself and all
     # that stands before it.
@@ -45,8 +48,8 @@ def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: f
     # What a group shares is read once in each step, and multiplied through once.
     groups = [lengths[i : i + workload.group] for i in range(0, len(lengths), workload.group)]
     contexts += workload.shared * sum(max(count for _, count in group) - 1 for group in groups)
-    read = steps * (matrices + head) * config.dtype.itemsize + contexts * config.kv_bytes_per_token
-    attention = 4 * config.layers * config.heads * config.head_dim  # operations for a token and one that it sees
+    read = steps * (matrices + head) * config.dtype.itemsize + contexts * decoder.kv_bytes_per_token()
+    attention = 4 * decoder.query_width  # operations for a token and one that it sees
     flops = sum(2 * matrices * prompt + attention * (prompt * (prompt + 1) // 2) for prompt, _ in lengths)
     saved = 2 * matrices * workload.shared + attention * (workload.shared * (workload.shared + 1) // 2)
     return Floor(read, flops - saved * (len(lengths) - len(groups)), bytes_s, flops_s)
@@ -54,11 +57,10 @@ def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: f
 
 def weights_of(config: ModelConfig) -> tuple[int, int]:
     """How many weights a token is multiplied by: in all layers, and once more where it is sampled."""
-    from chairlift.models.loader import tensor_shapes
+    from chairlift.models.families import outline
 
-    shapes = tensor_shapes(config)
-    layers = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers."))
-    return layers, math.prod(shapes["model.embed_tokens.weight"])
+    decoder, _ = outline(config)
+    return decoder.layer_weights, math.prod(decoder.head.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from chairlift.core.cost import Cost
 from chairlift.costs.calibrate import calibrate
 from chairlift.costs.dry_run import dry_run
-from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.ops.kv_cache import KvCache
 
 ROWS = (1, 128, 512, 4096)  # tokens in a step: one stream, a batch of decodes, a prompt's chunk, a large one
 _READ = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes: far more than any cache holds
@@ -77,7 +75,7 @@ def measure_machine(decoder: Decoder, tell: Callable[[str], None] = lambda _doin
     tell("reading and multiplying")
     rates = measure_rates(device, config.dtype)
     products = []
-    for name, (outputs, inputs) in matrices(config).items():
+    for name, (outputs, inputs) in matrices(decoder).items():
         tell(f"multiplying by {name}")
         products += _multiply(name, outputs, inputs, 1 if name == "head" else config.layers, config.dtype, device)
     launch, to_device, to_host = None, None, None
@@ -91,16 +89,10 @@ def measure_machine(decoder: Decoder, tell: Callable[[str], None] = lambda _doin
     return Machine(name, kind, threads, rates, products, launch, to_device, to_host, cost)
 
 
-def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def matrices(decoder: Decoder) -> dict[str, tuple[int, int]]:
     """The matrices of a layer, and the head, as [outputs, inputs]."""
-    hidden, dim = config.hidden_size, config.head_dim
-    return {
-        "queries, keys, values": ((config.heads + 2 * config.kv_heads) * dim, hidden),
-        "attention's output": (hidden, config.heads * dim),
-        "gate and up": (2 * config.intermediate_size, hidden),
-        "down": (hidden, config.intermediate_size),
-        "head": (config.vocab_size, hidden),
-    }
+    found = {name: linear.shape for name, linear in decoder.blocks[0].linears.items()}
+    return {**found, "head": decoder.head.shape}
 
 
 def _multiply(
@@ -162,11 +154,9 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 def _step_cost(decoder: Decoder) -> Cost:
     """The cost model, from a few steps that are timed once their kernels have been compiled."""
-    config = decoder.config
     for tokens in (1, 128):
         dry_run(decoder, tokens, 1, _BLOCK)
-    shape = config.layers, _BLOCKS, config.kv_heads, config.head_dim, _BLOCK
-    return calibrate(decoder, KvCache(*shape, config.dtype, decoder.device))
+    return calibrate(decoder, decoder.make_cache(_BLOCKS, _BLOCK))
 
 
 def _best(action: Callable[[], object], device: torch.device, within: float) -> float:

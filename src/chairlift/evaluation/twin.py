@@ -13,8 +13,9 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.execution.build import choose_device, config_alone
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
-from chairlift.models.config import ModelConfig, read_config
-from chairlift.models.loader import RandomTensors, TensorSource, tensor_shapes
+from chairlift.models.config import ModelConfig
+from chairlift.models.families import outline, read_config
+from chairlift.models.loader import RandomTensors, TensorSource
 from chairlift.models.sources import resolve
 from chairlift.vocabulary import read_tokenizer
 
@@ -71,7 +72,7 @@ def _shards(config: ModelConfig) -> Iterable[list[str]]:
     """The tensors' names, by file."""
     names: list[str] = []
     held = 0
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in outline(config)[1].items():
         size = torch.Size(shape).numel() * config.dtype.itemsize
         if names and held + size > _SHARD_BYTES:
             yield names

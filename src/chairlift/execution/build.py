@@ -28,12 +28,12 @@ from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.json_file import read_json
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
-from chairlift.models.config import ModelConfig, read_config
+from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.loader import RandomTensors, load_decoder, tensor_shapes
+from chairlift.models.families import outline, read_config
+from chairlift.models.loader import RandomTensors, load_decoder
 from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import resolve
-from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -103,16 +103,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
             compile_kernels(decoder, limits.max_length, block_size, kv_dtype)
     capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share)
     spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
-    cache = KvCache(
-        config.layers,
-        capacity.blocks + spare,
-        config.kv_heads,
-        config.head_dim,
-        capacity.block_size,
-        kv_dtype,
-        device,
-        compiled=decoder.is_compiled,
-    )
+    cache = decoder.make_cache(capacity.blocks + spare, capacity.block_size, kv_dtype)
     slowest = 0.0
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
@@ -122,7 +113,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / tried
     scheduling = settings.scheduling
-    window = max(config.windows) if all(config.windows) else 0  # what no layer sees need not be kept
+    window = decoder.window  # what no layer sees need not be kept
     caches = settings.cache.prefix_cache and not window
     host_blocks, disk_blocks = choose_shelves(settings, capacity, device, caches)
     cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
@@ -212,7 +203,7 @@ def load(
     config: ModelConfig, checkpoint: Checkpoint | None, device: torch.device, max_length: int, progress: bool
 ) -> Decoder:
     """The decoder on its device, with a bar while it is read."""
-    total = sum(map(math.prod, tensor_shapes(config).values())) * config.dtype.itemsize
+    total = sum(map(math.prod, outline(config)[1].values())) * config.dtype.itemsize
     require_memory(config, total, max_length, device)
     source = checkpoint or RandomTensors(config, device)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())

@@ -14,7 +14,6 @@ from chairlift.core.words import counted
 from chairlift.costs.dry_run import dry_run
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.ops.kv_cache import bytes_per_token
 
 _MIB = 1 << 20
 
@@ -60,8 +59,7 @@ def plan_capacity(
     decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
 ) -> Capacity:
     """Blocks for `kv_tokens`, or for the memory that is left; an error with a remedy if one request can't fit."""
-    config = decoder.config
-    per_token = bytes_per_token(config.layers, config.kv_heads, config.head_dim, kv_dtype)
+    per_token = decoder.kv_bytes_per_token(kv_dtype)
     # No more than this could ever be held, but for a few blocks that admission leaves free.
     useful = limits.max_sequences * -(-limits.max_length // block_size) * 102 // 100 + 1
     free = _free_bytes(decoder, limits, block_size, kv_dtype, memory_share)
@@ -97,14 +95,14 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: tor
         free, total = torch.cuda.mem_get_info(decoder.device)
         # Twice: recorded steps have memory of their own, beside that of steps which are launched as they come.
         return int(free - total * (1 - memory_share)) - 2 * peak
-    return int(available_memory() * memory_share) - activation_bytes(decoder.config, limits)
+    return int(available_memory() * memory_share) - activation_bytes(decoder, limits)
 
 
-def activation_bytes(config: ModelConfig, limits: Limits) -> int:
+def activation_bytes(decoder: Decoder, limits: Limits) -> int:
     """What the largest step holds beside weights and cache: a few copies of the widest activations, and the logits."""
-    width = (
-        config.hidden_size * 3 + config.intermediate_size + (config.heads + 2 * config.kv_heads) * config.head_dim * 2
-    )
+    config = decoder.config
+    inner = max(block.mlp.down.shape[1] + 2 * block.attention.qkv.shape[0] for block in decoder.blocks)
+    width = config.hidden_size * 3 + inner
     return 4 * (limits.step_tokens * width + limits.max_sequences * config.vocab_size * 3)
 
 

@@ -154,7 +154,7 @@ class TorchExecutor:
     def _group(self) -> Grouping | None:
         """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
         config, cache = self._decoder.config, self._cache
-        if self._device.type != "cuda" or not HAS_TRITON or any(config.windows):
+        if self._device.type != "cuda" or not HAS_TRITON or any(spec.window for spec in self._decoder.specs):
             return None
         from chairlift.ops.decode_cuda import members_of_item
 

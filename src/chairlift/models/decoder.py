@@ -1,32 +1,19 @@
-"""The decoder: one config-driven stack for Llama, Mistral, Qwen2, Qwen3 and SmolLM, on a flat batch and paged KV."""
+"""The decoder: embedding, blocks and head, on a flat batch and a paged KV cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from chairlift.models.blocks import Block, CacheSpec
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
-from chairlift.ops.attention import paged_attention
 from chairlift.ops.batch import Batch, Wanted
-from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_cache import KvCache, bytes_per_token
 from chairlift.ops.linear import Linear
-from chairlift.ops.rotate import rotate_and_store
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one layer; q, k and v are one matrix, gate and up another."""
-
-    qkv: Linear  # with the norm before attention
-    norms: tuple[torch.Tensor, torch.Tensor] | None  # of each head's query and key
-    output: Linear
-    gate_up: Linear  # with the norm before the MLP
-    down: Linear
-    window: int
 
 
 class Decoder:
@@ -36,46 +23,89 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: torch.Tensor,
-        layers: list[Layer],
+        blocks: list[Block],
         head: Linear,
-        max_length: int,
+        *,
+        embedding_scale: float | None = None,
+        logit_cap: float = 0.0,
     ) -> None:
         self.config = config
         self.embedding = embedding
-        self.layers = layers
-        self.head = head
+        self.blocks = blocks
+        self.head = head  # with the norm before it
         self.device = embedding.device
-        self.is_compiled = head.is_compiled
-        self._turns = tuple(map(self._lay, rope_tables(config.rope, config.head_dim, max_length, self.device)))
-        self._norms = [tuple(map(self._lay, layer.norms)) if layer.norms else None for layer in layers]
+        self.is_compiled = embedding.device.type == "cpu" and embedding.dtype == torch.float32
+        # Rounded to the model's dtype before it multiplies, as Gemma does it.
+        self._scale = None if embedding_scale is None else float(torch.tensor(embedding_scale, dtype=embedding.dtype))
+        self._logit_cap = logit_cap
+
+    def prepare(self, max_length: int) -> None:
+        """Make what layers need for sequences of up to `max_length` tokens; those of the same rope share its tables."""
+        tables: dict[int, tuple[Any, Any]] = {}
+        for attention in (block.attention for block in self.blocks):
+            key = id(attention.rope)
+            if key not in tables:
+                cos, sin = rope_tables(attention.rope, attention.spec.head_dim, max_length, self.device)
+                tables[key] = self._lay(cos), self._lay(sin)
+            attention.tables = tables[key]
+            norms = attention.norms
+            attention.norm_weights = norms and (self._lay(norms[0].weight), self._lay(norms[1].weight))
+
+    @property
+    def specs(self) -> list[CacheSpec]:
+        """What each layer keeps of a token."""
+        return [block.attention.spec for block in self.blocks]
+
+    @property
+    def window(self) -> int:
+        """Tokens back from which on no layer reads keys and values; 0: some layer reads all."""
+        windows = [spec.window for spec in self.specs]
+        return max(windows) if all(windows) else 0
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's queries in all layers: each is multiplied with a key, and its weight with a value."""
+        return sum(block.attention.heads * block.attention.spec.head_dim for block in self.blocks)
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of all layers' matrices: each multiplies every token once."""
+        return sum(math.prod(linear.shape) for block in self.blocks for linear in block.linears.values())
+
+    def kv_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes that one token's keys and values take in all layers, in the model's dtype by default."""
+        return bytes_per_token(*self._kv_shape, dtype or self.config.dtype)
+
+    def make_cache(self, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KvCache:
+        """Return a KV cache for this decoder, in the model's dtype by default."""
+        layers, kv_heads, head_dim = self._kv_shape
+        kind = dtype or self.config.dtype
+        return KvCache(layers, blocks, kv_heads, head_dim, block_size, kind, self.device, compiled=self.is_compiled)
+
+    @property
+    def _kv_shape(self) -> tuple[int, int, int]:
+        shapes = {(spec.kv_heads, spec.head_dim) for spec in self.specs}
+        assert len(shapes) == 1, "layers whose keys and values differ in shape need a cache each"
+        return len(self.blocks), *shapes.pop()
 
     def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: Wanted | None) -> torch.Tensor:
-        """The last hidden states [tokens, hidden] of a flat batch, or of the `wanted` ones of its tokens alone."""
-        x = self._lay(F.embedding(tokens, self.embedding))  # the residual stream: layers add to it in place
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            heads = self._store(index, layer.qkv(x), batch, cache)
-            if wanted is not None and index == last:  # most tokens of a prompt only have to store their keys and values
-                chosen: Any = wanted.host if self.is_compiled else wanted.on_device
-                x, heads, batch = x[chosen], heads[chosen], wanted.batch
-                if not x.shape[0]:
-                    break
-            seen = paged_attention(heads, self.config.heads, cache, index, batch, layer.window)
-            layer.output(seen, add_to=x)
-            layer.down(layer.gate_up(x), add_to=x)
+        """Return the last hidden states [tokens, hidden] of a flat batch, or of the `wanted` tokens alone."""
+        embedded = F.embedding(tokens, self.embedding)
+        if self._scale is not None:
+            embedded *= self._scale
+        x = self._lay(embedded)  # the residual stream: layers add to it in place
+        last = len(self.blocks) - 1
+        for layer, block in enumerate(self.blocks):
+            x = block(x, layer, batch, cache, wanted if layer == last else None)
         return torch.from_numpy(x) if self.is_compiled else x
 
-    def _store(self, index: int, qkv: Any, batch: Batch, cache: KvCache) -> Any:
-        """Queries, keys and values by heads, the former turned and the latter stored."""
-        config = self.config
-        heads = qkv.reshape(-1, config.heads + 2 * config.kv_heads, config.head_dim)
-        rotate_and_store(heads, cache, index, batch, self._turns, self._norms[index], config.norm_eps)
-        return heads
-
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [rows, vocabulary] of some rows' hidden states, in the model's dtype; in `out`, if that is given."""
-        return self.head(hidden) if out is None else self.head.into(hidden, out)
+        """Return the logits [rows, vocabulary] of some rows' hidden states in the model's dtype; in `out` if given."""
+        found = self.head(hidden) if out is None else self.head.into(hidden, out)
+        if self._logit_cap:
+            found.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
+        return found
 
     def _lay(self, tensor: torch.Tensor) -> Any:
-        """A tensor as the ops of this decoder take it."""
+        """Return a tensor as this decoder's ops take it: as an array where compiled CPU kernels do the work."""
         return tensor.numpy() if self.is_compiled else tensor

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from chairlift.core.values import Values
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +22,45 @@ class RopeConfig:
     scaling: str = "default"
     params: Mapping[str, float] = field(default_factory=dict)  # what the scaling needs, every value given
     factors: tuple[float, ...] = ()  # explicit divisors by frequency, as GGUF stores llama3's scaling
+    long_factors: tuple[float, ...] = ()  # others for sequences beyond the trained length, of longrope
+    partial: float = 1.0  # share of each head that is rotated
 
     @staticmethod
-    def read(config: Values, head_dim: int) -> RopeConfig:
-        """From a config.json: rope_theta and rope_scaling, or the newer rope_parameters that holds both."""
-        params = config.part("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    def read(config: Values, head_dim: int, params: Values | None = None, theta: float = 10000.0) -> RopeConfig:
+        """Read a config.json: rope_theta and rope_scaling, or the newer rope_parameters that holds both.
+
+        `params` are others in their place, where a family has several; `theta` is the family's own default.
+        """
+        if params is None:
+            params = config.part("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
         kind = params.text("rope_type", "") or params.text("type", "") or "default"
         if kind not in SCALINGS:
             raise params.wrong("rope_type" if params.has("rope_type") else "type", f"use {', '.join(SCALINGS)}")
-        theta = (params if params.has("rope_theta") else config).number("rope_theta", 10000.0, above=1.0)
-        factors = config.numbers("rope_freq_factors")
-        if factors and (len(factors) != head_dim // 2 or min(factors) <= 0):
-            raise config.wrong("rope_freq_factors", f"use {head_dim // 2} positive numbers, one for each frequency")
-        return RopeConfig(theta, kind, _READERS[kind](params, config), tuple(factors))
+        theta = (params if params.has("rope_theta") else config).number("rope_theta", theta, above=1.0)
+        partial = (params if params.has("partial_rotary_factor") else config).number(
+            "partial_rotary_factor", 1.0, most=1.0
+        )
+        rotated = int(head_dim * partial)
+        if rotated % 4 and rotated < head_dim:
+            raise config.wrong("partial_rotary_factor", f"use one of which a head of {head_dim} has a multiple of 4")
+        factors: tuple[float, ...] = ()
+        longer: tuple[float, ...] = ()
+        if kind == "longrope":
+            factors, longer = (_factors(params, key, rotated // 2) for key in ("short_factor", "long_factor"))
+        elif config.has("rope_freq_factors"):
+            factors = _factors(config, "rope_freq_factors", rotated // 2)
+        return RopeConfig(theta, kind, _READERS[kind](params, config), factors, longer, partial)
+
+    def rotated(self, head_dim: int) -> int:
+        """Elements of a head that are rotated."""
+        return int(head_dim * self.partial)
+
+
+def _factors(values: Values, key: str, count: int) -> tuple[float, ...]:
+    factors = values.numbers(key)
+    if len(factors) != count or min(factors) <= 0:
+        raise values.wrong(key, f"use {count} positive numbers, one for each frequency")
+    return tuple(factors)
 
 
 def _no_params(_params: Values, _config: Values) -> dict[str, float]:
@@ -66,14 +93,33 @@ def _yarn_params(params: Values, config: Values) -> dict[str, float]:
     }
 
 
-_READERS = {"default": _no_params, "linear": _linear_params, "llama3": _llama3_params, "yarn": _yarn_params}
+def _longrope_params(params: Values, config: Values) -> dict[str, float]:
+    length = config.number("max_position_embeddings", 2048)
+    source = params if params.has("original_max_position_embeddings") else config
+    trained = source.number("original_max_position_embeddings", length, above=1.0)
+    factor = params.number("factor", length / trained)
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    return {"trained": trained, "attention": params.number("attention_factor", usual)}
+
+
+_READERS = {
+    "default": _no_params,
+    "linear": _linear_params,
+    "llama3": _llama3_params,
+    "yarn": _yarn_params,
+    "longrope": _longrope_params,
+}
 
 
 def rope_tables(rope: RopeConfig, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [length, dim / 2] in float32."""
-    inverse = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    attention = 1.0
-    if rope.factors:
+    """Return cos and sin [length, dim / 2] in float32; behind the rotated part of a head they are 1 and 0."""
+    rest, dim = (dim - rope.rotated(dim)) // 2, rope.rotated(dim)
+    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    inverse, attention = 1.0 / powers, 1.0
+    if rope.scaling == "longrope":
+        factors = rope.long_factors if length > rope.params["trained"] else rope.factors
+        inverse, attention = 1.0 / (torch.tensor(factors) * powers), rope.params["attention"]
+    elif rope.factors:
         inverse = inverse / torch.tensor(rope.factors)
     elif rope.scaling == "linear":
         inverse = inverse / rope.params["factor"]
@@ -82,7 +128,8 @@ def rope_tables(rope: RopeConfig, dim: int, length: int, device: torch.device) -
     elif rope.scaling == "yarn":
         inverse, attention = _yarn(inverse, rope, dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-    return (angles.cos() * attention).to(device), (angles.sin() * attention).to(device)
+    cos, sin = F.pad(angles.cos() * attention, (0, rest), value=1.0), F.pad(angles.sin() * attention, (0, rest))
+    return cos.to(device), sin.to(device)
 
 
 def _llama3(inverse: torch.Tensor, params: Mapping[str, float]) -> torch.Tensor:

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import math
-
 import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit, prange
+from numba import njit
 
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import score_narrow, weigh_narrow
+from chairlift.ops.scoring import Scoring
+from chairlift.ops.team import bind, run, team
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
 
+_NOTHING = np.empty(0, np.float32)
 
-def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0) -> Array:
+
+def paged_attention(
+    qkv: Array,
+    heads: int,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    window: int = 0,
+    scoring: Scoring | None = None,
+) -> Array:
     """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
 
     With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
     be written already. Gives [tokens, heads * dim].
     """
+    scoring = scoring or Scoring.usual(cache.dim)
     if isinstance(qkv, torch.Tensor):
         if qkv.is_cuda and HAS_TRITON:
             from chairlift.ops.attention_cuda import attend
 
-            return attend(qkv, heads, cache, layer, batch, window)
-        return paged_attention_reference(qkv, heads, cache, layer, batch, window)
+            return attend(qkv, heads, cache, layer, batch, window, scoring)
+        return paged_attention_reference(qkv, heads, cache, layer, batch, window, scoring)
     if not _fits_tiles(cache):
-        return paged_attention_reference(torch.from_numpy(qkv), heads, cache, layer, batch, window).numpy()
+        tensor = torch.from_numpy(qkv)
+        return paged_attention_reference(tensor, heads, cache, layer, batch, window, scoring).numpy()
     out = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
     host = batch.host
     _attend(
+        *team.call(),
         qkv,
         heads,
         cache.arrays[layer],
@@ -43,16 +56,25 @@ def paged_attention(qkv: Array, heads: int, cache: KvCache, layer: int, batch: B
         host.contexts,
         cache.block_size,
         window or 1 << 30,
+        scoring.scale,
+        scoring.softcap,
+        _NOTHING if scoring.sinks is None else scoring.sinks.numpy(),
         out,
-        torch.get_num_threads(),
     )
     return out
 
 
 def paged_attention_reference(
-    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int = 0
+    qkv: torch.Tensor,
+    heads: int,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    window: int = 0,
+    scoring: Scoring | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch: slice by slice, with its keys and values gathered from the pages."""
+    """Compute paged_attention in plain torch: slice by slice, with its keys and values gathered from the pages."""
+    scoring = scoring or Scoring.usual(cache.dim)
     q = qkv[:, :heads]
     out = torch.empty_like(q)
     bounds, contexts = batch.host.starts.tolist(), batch.host.contexts.tolist()
@@ -67,15 +89,34 @@ def paged_attention_reference(
         mask = seen <= place
         if window:
             mask &= seen > place - window
-        answer = F.scaled_dot_product_attention(
-            q[rows].to(k.dtype).transpose(0, 1).unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            attn_mask=mask,
-            enable_gqa=True,
-        )
-        out[rows] = answer[0].transpose(0, 1)
+        queries = q[rows].to(k.dtype).transpose(0, 1)
+        if scoring.softcap or scoring.sinks is not None:
+            answer = _weigh_reference(queries, k, v, mask, scoring)
+        else:
+            answer = F.scaled_dot_product_attention(
+                queries.unsqueeze(0),
+                k.unsqueeze(0),
+                v.unsqueeze(0),
+                attn_mask=mask,
+                scale=scoring.scale,
+                enable_gqa=True,
+            )[0]
+        out[rows] = answer.transpose(0, 1)
     return out.flatten(1)
+
+
+def _weigh_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """Return [heads, tokens, dim]: attention step by step, for scores that torch's own function does not know."""
+    k, v = (each.repeat_interleave(q.shape[0] // each.shape[0], 0) for each in (k, v))
+    scores = (q @ k.transpose(1, 2)).float() * scoring.scale
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if scoring.sinks is not None:
+        scores = torch.cat([scores, scoring.sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[1]].to(v.dtype) @ v
 
 
 def _fits_tiles(cache: KvCache) -> bool:
@@ -85,8 +126,10 @@ def _fits_tiles(cache: KvCache) -> bool:
 _QUERY_ROWS = 32  # query rows that share one pass over the keys
 
 
-@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def _attend(
+    state: int,
+    pieces: int,
     q: np.ndarray,
     heads: int,
     data: np.ndarray,
@@ -96,9 +139,34 @@ def _attend(
     contexts: np.ndarray,
     block_size: int,
     window: int,
+    scale: float,
+    softcap: float,
+    sinks: np.ndarray,
     out: np.ndarray,
-    threads: int,
 ) -> None:
+    given = q, heads, data, scales, tables, starts, contexts, block_size, window, scale, softcap, sinks, out
+    run(state, pieces, *bind(_attend_items, given))
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy")
+def _attend_items(
+    q: np.ndarray,
+    heads: int,
+    data: np.ndarray,
+    scales: np.ndarray | None,
+    tables: np.ndarray,
+    starts: np.ndarray,
+    contexts: np.ndarray,
+    block_size: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: np.ndarray,
+    out: np.ndarray,
+    piece: int,
+    pieces: int,
+) -> None:
+    """Compute every item of work whose number is `piece` modulo `pieces`."""
     dim = q.shape[2]
     kv_heads = data.shape[2]
     group = heads // kv_heads
@@ -106,25 +174,24 @@ def _attend(
     rows = max(min(stride, starts[-1]) * group, heads)
     longest = -(-contexts.max() // BLOCK_COLUMNS) * BLOCK_COLUMNS
     # A decode's heads are one item, for they lie side by side in memory; unless that leaves a thread without work.
-    together = kv_heads if contexts.size >= 4 * threads else 1
-    for thread in prange(threads):
-        queries = np.empty((rows, dim), np.float32)
-        sums = np.empty((rows, dim), np.float32)
-        weights = np.empty((rows, longest), np.float32)
-        item = 0
-        for piece in range(contexts.size):
-            first, last = starts[piece], starts[piece + 1]
-            span = together if last - first == 1 else 1
-            for token in range(first, last, stride):
-                count = min(stride, last - token)
-                place = contexts[piece] - (last - token)  # the first query's position
-                for head in range(0, kv_heads, span):
-                    item += 1
-                    if item % threads == thread:
-                        _attend_item(
-                            q, data, scales, tables, piece, block_size, window, out,
-                            token, count, place, head, span, group, queries, sums, weights,
-                        )  # fmt: skip
+    together = kv_heads if contexts.size >= pieces else 1
+    queries = np.empty((rows, dim), np.float32)
+    sums = np.empty((rows, dim), np.float32)
+    weights = np.empty((rows, longest), np.float32)
+    item = 0
+    for part in range(contexts.size):
+        first, last = starts[part], starts[part + 1]
+        span = together if last - first == 1 else 1
+        for token in range(first, last, stride):
+            count = min(stride, last - token)
+            place = contexts[part] - (last - token)  # the first query's position
+            for head in range(0, kv_heads, span):
+                item += 1
+                if item % pieces == piece:
+                    _attend_item(
+                        q, data, scales, tables, part, block_size, window, scale, softcap, sinks, out,
+                        token, count, place, head, span, group, queries, sums, weights,
+                    )  # fmt: skip
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
@@ -136,6 +203,9 @@ def _attend_item(
     piece: int,
     block_size: int,
     window: int,
+    scale: float,
+    softcap: float,
+    sinks: np.ndarray,
     out: np.ndarray,
     token: int,
     count: int,
@@ -150,12 +220,12 @@ def _attend_item(
     """`count` tokens from `token` on, all query heads of `span` KV heads: scores, softmax, weighted values."""
     dim = q.shape[2]
     rows = count * group  # of each KV head; their queries lie one KV head after the other
-    scale = numba.float32(1.0 / math.sqrt(dim))
+    factor, cap = numba.float32(scale), numba.float32(softcap)
     for h in range(span):
         for t in range(count):
             for g in range(group):
                 for i in range(dim):
-                    queries[h * rows + t * group + g, i] = q[token + t, (head + h) * group + g, i] * scale
+                    queries[h * rows + t * group + g, i] = q[token + t, (head + h) * group + g, i] * factor
     begin = max(0, place - window + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
     end = place + count
     queries_at, sums_at = queries.ctypes.data, sums.ctypes.data
@@ -168,7 +238,8 @@ def _attend_item(
             position = place + t
             for g in range(group):
                 row = h * rows + t * group + g
-                _softmax(weights, row, max(begin, position - window + 1), position + 1, begin, end)
+                sink = sinks[(head + h) * group + g] if sinks.size else numba.float32(-1e30)
+                _softmax(weights, row, max(begin, position - window + 1), position + 1, begin, end, cap, sink)
     if scales is None:
         _weigh(weights, rows, dim, data, tables, piece, block_size, begin, end, head, span, sums_at)
     else:
@@ -225,14 +296,21 @@ def _weigh(
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _softmax(weights: np.ndarray, row: int, low: int, high: int, begin: int, end: int) -> None:
-    """Turn the scores low..high of a row into weights that add up to 1; what is masked around them becomes 0."""
+def _softmax(weights: np.ndarray, row: int, low: int, high: int, begin: int, end: int, cap: float, sink: float) -> None:
+    """Turn the scores low..high of a row into weights that add up to 1; what is masked around them becomes 0.
+
+    A sink takes its share of that 1; at -1e30 there is none.
+    """
     # Unsigned: Numba lets a signed index count from the end, and that test in a loop keeps LLVM from vectors.
     line, first, last = numba.uintp(row), numba.uintp(low), numba.uintp(high)
-    peak = weights[line, first]
+    if cap > numba.float32(0.0):
+        one, two = numba.float32(1.0), numba.float32(2.0)
+        for i in range(first, last):
+            weights[line, i] = cap - two * cap / (exp(two / cap * weights[line, i]) + one)  # cap * tanh(score / cap)
+    peak = max(weights[line, first], sink)
     for i in range(first, last):
         peak = max(peak, weights[line, i])
-    total = numba.float32(0.0)
+    total = exp(sink - peak)
     for i in range(first, last):
         weight = exp(weights[line, i] - peak)
         weights[line, i] = weight

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chairlift.ops.batch import Batch
-from chairlift.ops.decode_cuda import attend_decodes, numbers, widened
+from chairlift.ops.decode_cuda import attend_decodes, capped, numbers, widened, with_sink
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import TOPS
+from chairlift.ops.scoring import Scoring
 
 _ROWS = 64  # queries (tokens x heads) in a tile
 _LONG_ROWS = 128  # the same where prompts see much
@@ -29,39 +30,57 @@ LONG = 2048  # tokens that are much; from there on a whole prompt is left to cuD
 _STEP = 1024  # its lengths are rounded up to this: it takes 50 ms to prepare for a length that it has not seen
 
 
-def attend(qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int) -> torch.Tensor:
-    """What paged_attention gives, on a CUDA device."""
+def attend(
+    qkv: torch.Tensor,
+    heads: int,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    window: int = 0,
+    scoring: Scoring | None = None,
+) -> torch.Tensor:
+    """Compute paged_attention on a CUDA device."""
+    scoring = scoring or Scoring.usual(cache.dim)
     out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
     if batch.decodes:
-        attend_decodes(qkv, heads, cache, layer, batch, window, out)
+        attend_decodes(qkv, heads, cache, layer, batch, window, scoring, out)
     if batch.decodes < batch.host.contexts.size:
-        _attend_prompts(qkv, heads, cache, layer, batch, window, out)
+        _attend_prompts(qkv, heads, cache, layer, batch, window, scoring, out)
     return out
 
 
 def _attend_prompts(
-    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int, out: torch.Tensor
+    qkv: torch.Tensor,
+    heads: int,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    window: int,
+    scoring: Scoring,
+    out: torch.Tensor,
 ) -> None:
     group, dim = heads // cache.kv_heads, cache.dim
     is_exact = qkv.dtype == torch.float32
     is_long = batch.longest_prompt > LONG and dim <= 128
     tokens = tokens_of_tile(group, is_exact, is_long)
-    left = qkv.is_cuda and not (is_exact or window or cache.scales is not None) and dim in (64, 128)
+    is_odd = is_exact or window or cache.scales is not None or scoring.softcap or scoring.sinks is not None
+    left = qkv.is_cuda and not is_odd and dim in (64, 128)
     tiles, whole = batch.tiles(tokens, LONG if left else 1 << 30)
     for first, last in whole:
-        _attend_whole(qkv, heads, cache.kv_heads, first, last, out)
+        _attend_whole(qkv, heads, cache.kv_heads, first, last, scoring.scale, out)
     if not tiles.shape[0]:
         return
     data = cache.data[layer]
     scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     rows = triton.next_power_of_2(max(_LEAST_ROWS, tokens * group))
     _attend[(tiles.shape[0], cache.kv_heads)](
-        qkv, data, scales, batch.tables, tiles, out,
-        math.log2(math.e) / math.sqrt(dim), window or 1 << 30, batch.tables.stride(0), qkv.stride(0),
+        qkv, data, scales, batch.tables, tiles, qkv if scoring.sinks is None else scoring.sinks, out,
+        math.log2(math.e) * scoring.scale, window or 1 << 30, batch.tables.stride(0), qkv.stride(0),
         data.stride(0), data.stride(1), data.stride(2),
         GROUP=group, HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK=cache.block_size, ROWS=rows,
         KEYS=_EXACT if is_exact else _KEYS, WINDOWED=window > 0, EXACT=is_exact,
-        TOP=TOPS.get(cache.dtype, 0), num_warps=4, num_stages=3 if is_long else 2, **early(),
+        CAP=scoring.softcap, SINKS=scoring.sinks is not None, TOP=TOPS.get(cache.dtype, 0), num_warps=4,
+        num_stages=3 if is_long else 2, **early(),
     )  # fmt: skip
 
 
@@ -70,7 +89,9 @@ def tokens_of_tile(group: int, is_exact: bool, is_long: bool = False) -> int:
     return max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
 
 
-def _attend_whole(qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last: int, out: torch.Tensor) -> None:
+def _attend_whole(
+    qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last: int, scale: float, out: torch.Tensor
+) -> None:
     """A prompt from its first token on, whose keys and values are all in qkv: tokens first..last of the batch.
 
     Behind its end, others' tokens may fill it up: no query of it sees them.
@@ -81,18 +102,18 @@ def _attend_whole(qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last
         rows = F.pad(rows, (0, 0, 0, 0, 0, -rows.shape[0] % _STEP))
     q, k, v = rows.transpose(0, 1).unsqueeze(0).split([heads, kv_heads, kv_heads], dim=1)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     out[first:last] = found[0].transpose(0, 1)[:count].flatten(1)
 
 
 # The width of the tables differs from step to step: no kernel of its own for some.
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _attend(
-    q_at, data_at, scales_at, tables_at, tiles_at, out_at, scale, window,
+    q_at, data_at, scales_at, tables_at, tiles_at, sinks_at, out_at, scale, window,
     table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr,
-    TOP: tl.constexpr, EARLY: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against the keys and values of one KV head.
 
@@ -124,15 +145,17 @@ def _attend(
     for start in range(low, seen_by_all, KEYS):
         peak, total, sums = _take(
             q, peak, total, sums, data_at, scales_at, table_at, start, high, place, head, scale, window,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, False, WINDOWED, EXACT, TOP,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, False, WINDOWED, EXACT, CAP, TOP,
         )  # fmt: skip
     for start in range(seen_by_all, high, KEYS):
         peak, total, sums = _take(
             q, peak, total, sums, data_at, scales_at, table_at, start, high, place, head, scale, window,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, True, WINDOWED, EXACT, TOP,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, True, WINDOWED, EXACT, CAP, TOP,
         )  # fmt: skip
     if TOP:
         sums = sums * (1 / TOP)
+    if SINKS:
+        total = with_sink(total, peak, sinks_at + query_head, row < tokens * GROUP)
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     to = out_at + line[:, None] * (HEADS * DIM) + query_head[:, None] * DIM + column[None, :]
     tl.store(to, sums.to(out_at.dtype.element_ty), mask=inside)
@@ -142,7 +165,8 @@ def _attend(
 def _take(
     q, peak, total, sums, data_at, scales_at, table_at, start, high, place, head, scale, window,
     block_stride, side_stride, head_stride, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
+    TOP: tl.constexpr,
 ):  # fmt: skip
     """Take in some more keys and values; MASKED where not every query sees all of them."""
     column = tl.arange(0, WIDTH)
@@ -171,6 +195,8 @@ def _take(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
     if TOP:
         scores = scores * key_scale[None, :]
+    if CAP:
+        scores = capped(scores, CAP)
     if MASKED:
         seen = (position[None, :] <= place[:, None]) & is_key[None, :]
         if WINDOWED:

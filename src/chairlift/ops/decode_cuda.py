@@ -23,6 +23,7 @@ from chairlift.ops.batch import Batch
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import TOPS
+from chairlift.ops.scoring import Scoring
 
 _LEAST_ROWS = 16  # of the smallest tile that the matrix units take
 _SHARED_ROWS = 64  # queries (sequences x heads) in a shared item
@@ -48,7 +49,14 @@ class Work:
 
 
 def attend_decodes(
-    qkv: torch.Tensor, heads: int, cache: KvCache, layer: int, batch: Batch, window: int, out: torch.Tensor
+    qkv: torch.Tensor,
+    heads: int,
+    cache: KvCache,
+    layer: int,
+    batch: Batch,
+    window: int,
+    scoring: Scoring,
+    out: torch.Tensor,
 ) -> None:
     """Attention of a batch's first slices, the decodes."""
     work: Work = batch.work.get(window) or lay_out(heads, cache, batch, window)
@@ -57,12 +65,12 @@ def attend_decodes(
     data = cache.data[layer]
     scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     given = (qkv, data, scales, batch.tables, work.sums, work.peaks)
-    scale = math.log2(math.e) / math.sqrt(dim)
+    scale = math.log2(math.e) * scoring.scale
     strides = batch.tables.stride(0), qkv.stride(0), data.stride(0), data.stride(1), data.stride(2)
     fixed: dict[str, Any] = {
         "GROUP": group, "HEADS": heads, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "BLOCK": cache.block_size,
-        "EXACT": qkv.dtype == torch.float32, "TOP": TOPS.get(cache.dtype, 0), "num_warps": 4, "num_stages": 2,
-        **early(),
+        "EXACT": qkv.dtype == torch.float32, "CAP": scoring.softcap, "TOP": TOPS.get(cache.dtype, 0), "num_warps": 4,
+        "num_stages": 2, **early(),
     }  # fmt: skip
     if batch.shared is not None:
         shared = batch.shared
@@ -73,8 +81,8 @@ def attend_decodes(
     if qkv.dtype == cache.dtype != torch.float32 and dim <= 128:
         fixed |= {"num_warps": _WARPS, "num_stages": _STAGES}
     _attend_own[(work.items.shape[0], cache.kv_heads)](
-        *given, work.items, work.arrived, out, scale, *strides,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), KEYS=_KEYS, **fixed,
+        *given, work.items, work.arrived, qkv if scoring.sinks is None else scoring.sinks, out, scale, *strides,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), KEYS=_KEYS, SINKS=scoring.sinks is not None, **fixed,
     )  # fmt: skip
 
 
@@ -160,10 +168,11 @@ def _lay_out(
 # The width of the tables differs from step to step: no kernel of its own for some.
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_own(
-    q_at, data_at, scales_at, tables_at, sums_at, peaks_at, items_at, arrived_at, out_at, scale,
+    q_at, data_at, scales_at, tables_at, sums_at, peaks_at, items_at, arrived_at, sinks_at, out_at, scale,
     table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
+    TOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One item of one sequence, and if it is the last to end, what all of the sequence's items give together."""
     item, head = tl.program_id(0), tl.program_id(1)
@@ -180,10 +189,12 @@ def _attend_own(
         q = tl.load(q_from, mask=inside, other=0.0)
         peak, total, sums = _pass_over(
             q, data_at, scales_at, tables_at + piece.to(tl.int64) * table_stride, low, high, head, scale,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, TOP,
         )  # fmt: skip
         to = out_at + piece.to(tl.int64) * (HEADS * DIM) + query_head[:, None] * DIM + column[None, :]
         if slots == 1:
+            if SINKS:
+                total = with_sink(total, peak, sinks_at + query_head, is_row)
             tl.store(to, (sums / total[:, None]).to(out_at.dtype.element_ty), mask=inside)
         else:
             line = slot * HEADS + query_head
@@ -194,7 +205,7 @@ def _attend_own(
             done = tl.atomic_add(arrived_at + piece * (HEADS // GROUP) + head, 1)
             if done == own - 1:
                 tl.store(arrived_at + piece * (HEADS // GROUP) + head, 0)
-                _join(sums_at, peaks_at, out_at, piece, head, first, slots, GROUP, HEADS, DIM, WIDTH)
+                _join(sums_at, peaks_at, sinks_at, out_at, piece, head, first, slots, GROUP, HEADS, DIM, WIDTH, SINKS)
 
 
 # The width of the tables differs from step to step: no kernel of its own for some.
@@ -203,7 +214,8 @@ def _attend_shared(
     q_at, data_at, scales_at, tables_at, sums_at, peaks_at, firsts_at, items_at, members_at, scale,
     table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, TOP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The queries of several sequences against a part of what they all begin with."""
     item, head = tl.program_id(0), tl.program_id(1)
@@ -222,7 +234,7 @@ def _attend_shared(
         q = tl.load(q_from, mask=inside, other=0.0)
         peak, total, sums = _pass_over(
             q, data_at, scales_at, tables_at + anyone * table_stride, low, high, head, scale,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, TOP,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, TOP,
         )  # fmt: skip
         slot = tl.load(firsts_at + piece, mask=is_row, other=0) + part
         line = slot * HEADS + query_head
@@ -235,7 +247,7 @@ def _attend_shared(
 def _pass_over(
     q, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    EXACT: tl.constexpr, TOP: tl.constexpr,
+    EXACT: tl.constexpr, CAP: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
     """Queries against the keys low..high of one sequence, all of which they see: highest score, weight, weighed values.
 
@@ -264,6 +276,8 @@ def _pass_over(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
         if TOP:
             scores = scores * key_scale[None, :]
+        if CAP:
+            scores = capped(scores, CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - top[:, None])
@@ -282,8 +296,8 @@ def _pass_over(
 
 @triton.jit
 def _join(
-    sums_at, peaks_at, out_at, piece, head, first, slots, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    sums_at, peaks_at, sinks_at, out_at, piece, head, first, slots, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """What the slots of one sequence give together, for all query heads of one KV head at once."""
     SLOTS: tl.constexpr = 4 if GROUP <= 4 else 2 if GROUP <= 8 else 1  # at a time: there are seldom more
@@ -305,8 +319,23 @@ def _join(
         answer = answer * fade + tl.sum(sums * weights, 0)
         peak = top
     to = out_at + (piece.to(tl.int64) * HEADS + query_head) * DIM + column
+    if SINKS:
+        total = with_sink(total, peak, sinks_at + query_head, is_place)
     answer = answer / tl.where(is_place, total, 1.0)
     tl.store(to, answer.to(out_at.dtype.element_ty), mask=is_place)
+
+
+@triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP), of scores in powers of two."""
+    return (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP)))) * (CAP * 1.4426950408889634)
+
+
+@triton.jit
+def with_sink(total, peak, sinks_at, inside):
+    """The sum of weights with that of the sinks, all relative to `peak`."""
+    sink = tl.load(sinks_at, mask=inside, other=0.0) * 1.4426950408889634
+    return total + tl.exp2(tl.minimum(sink - peak, 80.0))
 
 
 @triton.jit

@@ -16,21 +16,25 @@ _TURNED = 8  # heads of a token that a program turns
 _COPIED = 128  # entries of a block table that are copied at a time
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    out = torch.empty_like(x)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x / rms(x) * weight over the last dimension; with `add_to`, add it there in place and return that."""
+    out = torch.empty_like(x) if add_to is None else add_to
     size = x.shape[-1]
     width = triton.next_power_of_2(size)
     warps = min(16, max(1, width // 256))
-    _norm[(x.numel() // size,)](x, weight, out, eps, SIZE=size, WIDTH=width, num_warps=warps, **early())
+    _norm[(x.numel() // size,)](
+        x, weight, out, eps, SIZE=size, WIDTH=width, ADDED=add_to is not None, num_warps=warps, **early()
+    )
     return out
 
 
-def silu_mul(y: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the columns, times the second half."""
+def gate_mul(y: torch.Tensor, linear: float, cubic: float) -> torch.Tensor:
+    """Return gate(first half of the columns) times the second half; weight.Gate has the numbers of a gate."""
     rows, width = y.shape[0], y.shape[1] // 2
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
-    _gate[(rows, triton.cdiv(width, _GATED))](y, out, width, COUNT=_GATED, num_warps=4, **early())
+    _gate[(rows, triton.cdiv(width, _GATED))](
+        y, out, width, COUNT=_GATED, LINEAR=linear, CUBIC=cubic, num_warps=4, **early()
+    )
     return out
 
 
@@ -91,7 +95,10 @@ def _look_up(
 
 
 @triton.jit
-def _norm(x_at, weight_at, out_at, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+def _norm(
+    x_at, weight_at, out_at, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr
+):
+    """One row. A weight wider than x multiplies before the result is rounded."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < SIZE
@@ -99,19 +106,30 @@ def _norm(x_at, weight_at, out_at, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     wait(EARLY)
     x = tl.load(x_at + row * SIZE + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
-    scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(x.dtype)
-    tl.store(out_at + row * SIZE + column, scaled * weight, mask=inside)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    y = scaled.to(x.dtype) * weight if weight.dtype == x.dtype else (scaled * weight).to(x.dtype)
+    to = out_at + row * SIZE + column
+    if ADDED:
+        y = y + tl.load(to, mask=inside, other=0.0)
+    tl.store(to, y, mask=inside)
 
 
 @triton.jit
-def _gate(y_at, out_at, width, COUNT: tl.constexpr, EARLY: tl.constexpr):
+def _gate(y_at, out_at, width, COUNT: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     inside = column < width
     wait(EARLY)
     gate = tl.load(y_at + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y_at + row * 2 * width + width + column, mask=inside, other=0.0)
-    tl.store(out_at + row * width + column, (gate / (1.0 + tl.exp(-gate))).to(up.dtype) * up, mask=inside)
+    tl.store(out_at + row * width + column, gated(gate, LINEAR, CUBIC).to(up.dtype) * up, mask=inside)
+
+
+@triton.jit
+def gated(gate, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
+    """The activation of a gate in float32: SiLU, or with CUBIC the tanh version of GELU."""
+    slope = LINEAR + CUBIC * gate * gate if CUBIC else LINEAR
+    return gate / (1.0 + tl.exp(-gate * slope))
 
 
 @triton.jit

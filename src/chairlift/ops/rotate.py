@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache, put, write_kv_reference
 from chairlift.ops.norm import normalize, rms_norm_reference
+from chairlift.ops.team import bind, run, team
 from chairlift.ops.triton_found import HAS_TRITON
 
 _NOTHING = np.empty(0, np.float32)
@@ -43,6 +44,7 @@ def rotate_and_store(
         return
     (cos, sin), (q_norm, k_norm), host = turns, norms or (_NOTHING, _NOTHING), batch.host
     _rotate_and_store(
+        *team.call(),
         qkv,
         cache.arrays[layer],
         cache.scale_arrays[layer],
@@ -54,7 +56,6 @@ def rotate_and_store(
         q_norm,
         k_norm,
         eps,
-        torch.get_num_threads(),
     )
 
 
@@ -83,8 +84,10 @@ def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, 
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
-@njit(nogil=True, parallel=True, error_model="numpy", cache=True)  # with fastmath, `put` would round in its own way
+@njit(nogil=True, error_model="numpy", cache=True)
 def _rotate_and_store(
+    state: int,
+    pieces: int,
     qkv: np.ndarray,
     data: np.ndarray,
     scales: np.ndarray | None,
@@ -96,18 +99,36 @@ def _rotate_and_store(
     q_norm: np.ndarray,
     k_norm: np.ndarray,
     eps: float,
-    threads: int,
+) -> None:
+    given = qkv, data, scales, block_size, positions, slots, cos, sin, q_norm, k_norm, eps
+    run(state, pieces, *bind(_rotate_tokens, given))
+
+
+@njit(nogil=True, error_model="numpy")  # with fastmath, `put` would round in its own way
+def _rotate_tokens(
+    qkv: np.ndarray,
+    data: np.ndarray,
+    scales: np.ndarray | None,
+    block_size: int,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    q_norm: np.ndarray,
+    k_norm: np.ndarray,
+    eps: float,
+    piece: int,
+    pieces: int,
 ) -> None:
     tokens, kv_heads = qkv.shape[0], data.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
-    for thread in prange(threads):
-        first, last = tokens * thread // threads, tokens * (thread + 1) // threads
-        for token in range(first, last):
-            if q_norm.size:
-                normalize(qkv[token], q_norm, eps, qkv[token], 0, heads)
-                normalize(qkv[token], k_norm, eps, qkv[token], heads, heads + kv_heads)
-            _rotate(qkv[token], heads + kv_heads, cos[positions[token]], sin[positions[token]])
-        put(data, scales, qkv, slots, block_size, first, last)
+    first, last = tokens * piece // pieces, tokens * (piece + 1) // pieces
+    for token in range(first, last):
+        if q_norm.size:
+            normalize(qkv[token], q_norm, eps, qkv[token], 0, heads)
+            normalize(qkv[token], k_norm, eps, qkv[token], heads, heads + kv_heads)
+        _rotate(qkv[token], heads + kv_heads, cos[positions[token]], sin[positions[token]])
+    put(data, scales, qkv, slots, block_size, first, last)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

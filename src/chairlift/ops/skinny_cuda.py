@@ -16,6 +16,7 @@ import triton.language as tl
 
 from chairlift.ops import fused_cuda
 from chairlift.ops.early_cuda import early, wait
+from chairlift.ops.fused_cuda import gated
 
 FEW = 16  # the most rows that these kernels take
 _MANY = 8192  # lines of a weight from which on cuBLAS is as fast, but for a single row
@@ -34,30 +35,32 @@ def linear(
     bias: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     eps: float,
-    gated: bool,
+    gate: tuple[float, float] | None,
     add_to: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What linear_reference gives, for at most FEW rows on a CUDA device."""
+    """What linear_reference gives, for at most FEW rows on a CUDA device; weight.Gate has the numbers of a gate."""
     (rows, depth), lines = x.shape, weight.shape[0]
     assert rows <= FEW and weight.is_contiguous()
     if norm_weight is not None and rows > 1 and x.dtype == torch.float16:
         # Times the norm's weight but not yet its scale, a number may be too large for float16.
         x, norm_weight = fused_cuda.rms_norm(x, norm_weight, eps), None
-    width = lines // 2 if gated else lines
+    is_gated = gate is not None
+    linear, cubic = gate or (0.0, 0.0)
+    width = lines // 2 if is_gated else lines
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if add_to is None else add_to
-    shape = shape_for(rows, lines, depth, gated, x.dtype == torch.float32)
+    shape = shape_for(rows, lines, depth, is_gated, x.dtype == torch.float32)
     kernel, step = (_one, shape["DEPTH"]) if rows == 1 else (_few, shape["DEPTH"] * shape["num_warps"])
     if rows > 1:
         shape |= {"ROWS": 8 if rows <= 8 else FEW, "SPLIT": shape["num_warps"], "AHEAD": shape.get("AHEAD", 0)}
     kernel[(triton.cdiv(lines, shape["COLUMNS"]),)](
         x.contiguous(), weight, x if bias is None else bias, x if norm_weight is None else norm_weight, out, eps, rows,
         width, out.stride(0), K=depth, EVEN=depth % step == 0, NORMED=norm_weight is not None, BIASED=bias is not None,
-        GATED=gated, ADDED=add_to is not None, **shape, **early(),
+        GATED=is_gated, LINEAR=linear, CUBIC=cubic, ADDED=add_to is not None, **shape, **early(),
     )  # fmt: skip
     return out
 
 
-def shape_for(rows: int, lines: int, depth: int, gated: bool, is_wide: bool) -> dict[str, Any]:
+def shape_for(rows: int, lines: int, depth: int, is_gated: bool, is_wide: bool) -> dict[str, Any]:
     """How much of a weight [lines, depth] a program takes: COLUMNS lines, DEPTH numbers of each at a time.
 
     The same for any number of rows above one. Of float32 (`is_wide`), half as much.
@@ -82,7 +85,8 @@ def shape_for(rows: int, lines: int, depth: int, gated: bool, is_wide: bool) -> 
 def _one(
     x_at, weight_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
     K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr,
-    BIASED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    BIASED: tl.constexpr, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, ADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row times COLUMNS lines of the weight."""
     lines = _lines(width, COLUMNS, GATED)
@@ -106,7 +110,7 @@ def _one(
     y = tl.sum(sums, 1)
     if NORMED:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    _store(to, inside, (y + bias)[None, :], residual, GATED)
+    _store(to, inside, (y + bias)[None, :], residual, GATED, LINEAR, CUBIC)
 
 
 @triton.jit
@@ -143,8 +147,8 @@ def _widened(tile, EARLY: tl.constexpr):
 def _few(
     x_at, weight_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, LINEAR: tl.constexpr,
+    CUBIC: tl.constexpr, ADDED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows times COLUMNS lines of the weight, on the matrix units.
 
@@ -181,7 +185,7 @@ def _few(
     y = tl.sum(sums, 0)
     if NORMED:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
-    _store(to, inside, tl.trans(y + bias[:, None]), residual, GATED)
+    _store(to, inside, tl.trans(y + bias[:, None]), residual, GATED, LINEAR, CUBIC)
 
 
 @triton.jit
@@ -239,8 +243,8 @@ def _residual(to, inside, ADDED: tl.constexpr):
 
 
 @triton.jit
-def _store(to, inside, y, residual, GATED: tl.constexpr):
+def _store(to, inside, y, residual, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
     if GATED:
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = gated(gate, LINEAR, CUBIC) * up
     tl.store(to, (y + residual.to(tl.float32)).to(to.dtype.element_ty), mask=inside)

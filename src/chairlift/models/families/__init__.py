@@ -1,0 +1,60 @@
+"""One file per family: it builds embedding, blocks and head from a config and the tensors it takes.
+
+A family reads its own config values here, so that no other room knows what a family is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from chairlift.core.errors import ModelError
+from chairlift.core.values import Values, show
+from chairlift.models.building import RecordingTake, Take
+from chairlift.models.config import ModelConfig, read_common
+from chairlift.models.decoder import Decoder
+from chairlift.models.families.gemma import Gemma
+from chairlift.models.families.llama import Llama, qwen_windows, same_window
+from chairlift.models.families.phi3 import build as build_phi3
+
+FAMILIES: dict[str, Callable[[ModelConfig, Take], Decoder]] = {
+    "LlamaForCausalLM": Llama(),  # Llama 2 and 3, SmolLM, SmolLM2, TinyLlama, ...
+    "MistralForCausalLM": Llama(windows=same_window),
+    "Qwen2ForCausalLM": Llama(qkv_bias=True, windows=qwen_windows),
+    "Qwen3ForCausalLM": Llama(qk_norm=True, windows=qwen_windows),
+    "Gemma2ForCausalLM": Gemma(qk_norm=False, pattern=2, caps=(50.0, 30.0)),
+    "Gemma3ForCausalLM": Gemma(qk_norm=True, pattern=6),
+    "Phi3ForCausalLM": build_phi3,
+}
+
+
+_TIED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")  # families whose configs leave out that the head is the embedding
+
+
+def read_config(
+    config: Mapping[str, Any], dtype: str = "auto", device: str = "cpu", file: object = "config.json"
+) -> ModelConfig:
+    """Read a config.json; an unknown architecture is refused with the list of those we have.
+
+    `file` is where the config comes from, for errors.
+    """
+    values = Values(file, config)
+    architecture = (values.texts("architectures") or ["(none named)"])[0]
+    if architecture not in FAMILIES:
+        raise ModelError(
+            f"{file}: architecture {show(architecture)} is not supported: Chairlift runs {', '.join(sorted(FAMILIES))}"
+        )
+    found = read_common(architecture, values, dtype, device, ties=architecture in _TIED)
+    outline(found)  # what a family reads for itself is wrong now or never
+    return found
+
+
+def build_decoder(config: ModelConfig, take: Take) -> Decoder:
+    """Return a model's decoder of the tensors that `take` gives."""
+    return FAMILIES[config.architecture](config, take)
+
+
+def outline(config: ModelConfig) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
+    """Return a model's decoder without weights, and the name and shape of each tensor that it has."""
+    take = RecordingTake(config.dtype)
+    return build_decoder(config, take), take.shapes

@@ -1,0 +1,71 @@
+"""Phi-3: Llama with q, k and v stored as one matrix, gate and up as another; some sizes rotate a part of each head."""
+
+from __future__ import annotations
+
+from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
+from chairlift.models.building import Split, Take, column_linear, row_linear
+from chairlift.models.config import MAX_LENGTH, ModelConfig
+from chairlift.models.decoder import Decoder
+from chairlift.models.rope import RopeConfig
+from chairlift.ops.dense import Dense
+from chairlift.ops.linear import Linear
+from chairlift.ops.norm import Norm
+from chairlift.ops.scoring import Scoring
+from chairlift.ops.weight import SILU, Weight
+
+
+def build(config: ModelConfig, take: Take) -> Decoder:
+    """Return the decoder of a config."""
+    hidden, rope = config.hidden_size, RopeConfig.read(config.values, config.head_dim)
+    blocks = [_block(config, take, f"model.layers.{i}.", rope) for i in range(config.layers)]
+    embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
+    output = embedding if config.tied_embeddings else take.tensor("lm_head.weight", config.vocab_size, hidden)
+    norm = Norm(take.tensor("model.norm.weight", hidden), config.norm_eps)
+    return Decoder(config, embedding, blocks, Linear(Dense(output), norm=norm))
+
+
+def _block(config: ModelConfig, take: Take, prefix: str, rope: RopeConfig) -> Block:
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.values.count("intermediate_size")
+    q, kv = config.heads * dim, config.kv_heads * dim
+    window = config.values.count("sliding_window", 0, least=0, most=MAX_LENGTH)
+
+    def norm(name: str) -> Norm:
+        return Norm(take.tensor(f"{prefix}{name}.weight", hidden), config.norm_eps)
+
+    qkv = take.weight(f"{prefix}self_attn.qkv_proj.weight", (q, kv, kv), hidden, Split.OUTPUTS)
+    return Block(
+        Attention(
+            Linear(_halves(qkv, config, rope.rotated(dim)), norm=norm("input_layernorm")),
+            row_linear(take, f"{prefix}self_attn.o_proj", hidden, q),
+            config.heads,
+            CacheSpec(config.kv_heads, dim, window),
+            rope,
+            Scoring.usual(dim),
+        ),
+        GatedMlp(
+            column_linear(
+                take,
+                f"{prefix}mlp.",
+                {"gate_up_proj": (inner, inner)},
+                hidden,
+                norm=norm("post_attention_layernorm"),
+                gate=SILU,
+            ),
+            row_linear(take, f"{prefix}mlp.down_proj", hidden, inner),
+        ),
+    )
+
+
+def _halves(qkv: Weight, config: ModelConfig, rotated: int) -> Weight:
+    """Reorder the heads of queries and keys so that the two halves of what is rotated begin the halves of the head.
+
+    Our kernels rotate element i with element i + dim / 2. The same order in queries and keys leaves their products as
+    they are.
+    """
+    dim, half = config.head_dim, rotated // 2
+    if rotated == dim:
+        return qkv
+    cuts = ((0, half), (rotated, (rotated + dim) // 2), (half, rotated), ((rotated + dim) // 2, dim))
+    turned = (config.heads + config.kv_heads) * dim
+    parts = [qkv.rows(head + first, head + last) for head in range(0, turned, dim) for first, last in cuts]
+    return parts[0].join([*parts[1:], qkv.rows(turned, qkv.shape[0])])

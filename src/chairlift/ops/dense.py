@@ -1,0 +1,136 @@
+"""Dense weights, a plain tensor each: packed in panels for float32 on a CPU, as they are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from chairlift.ops.norm import Norm, rms_norm, rms_norm_reference
+from chairlift.ops.packed import ADD, GATED, PLAIN, multiply, pack
+from chairlift.ops.team import team
+from chairlift.ops.triton_found import HAS_TRITON
+from chairlift.ops.weight import Fused, Gate, Product, Weight, gate_mul, gate_mul_reference
+
+_NOTHING = np.empty(0, np.float32)
+
+
+class Dense(Weight):
+    """A matrix in the model's own dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return self.tensor.nbytes
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ W^T."""
+        return F.linear(x, self.tensor)
+
+    def join(self, others: Sequence[Dense]) -> Dense:
+        """Return one weight with the outputs of this and then of the others."""
+        return Dense(torch.cat([self.tensor, *(other.tensor for other in others)])) if others else self
+
+    def rows(self, first: int, last: int) -> Dense:
+        """Return the part with some of the outputs."""
+        return Dense(self.tensor[first:last])
+
+    def columns(self, first: int, last: int) -> Dense:
+        """Return the part with some of the inputs."""
+        return Dense(self.tensor[:, first:last].contiguous())
+
+    def prepare(self, fused: Fused) -> Product:
+        """Return the product that a linear layer runs."""
+        tensor, is_mixed = self.tensor, fused.gate is not None and fused.bias is not None
+        if tensor.device.type == "cpu" and tensor.dtype == torch.float32 and not is_mixed:
+            return PackedProduct(self, fused)
+        return DenseProduct(self, fused)
+
+
+class DenseProduct(Product):
+    """The product on a GPU, or in plain torch."""
+
+    weight: Dense
+
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """Few rows on a GPU in one kernel; else the product by the vendor's library, the rest apart."""
+        weight, (norm, bias, gate) = self.weight.tensor, (self.fused.norm, self.fused.bias, self.fused.gate)
+        if not (x.is_cuda and HAS_TRITON):
+            return linear_reference(x, weight, bias, norm, gate, add_to)
+        from chairlift.ops import skinny_cuda
+
+        if skinny_cuda.pays(x.shape[0], weight.shape[0]):
+            scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            numbers = None if gate is None else (gate.linear, gate.cubic)
+            return skinny_cuda.linear(x, weight, bias, scale, eps, numbers, add_to)
+        if norm is not None:
+            x = rms_norm(x, norm)
+        if add_to is not None and bias is None and gate is None:
+            return add_to.addmm_(x, weight.t())
+        y = F.linear(x, weight, bias)
+        if gate is not None:
+            y = gate_mul(y, gate)
+        return y if add_to is None else add_to.add_(y)
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the output to `out`, without a copy."""
+        assert self.fused.gate is None
+        weight, bias = self.weight.tensor.t(), self.fused.bias
+        if self.fused.norm is not None:
+            x = rms_norm(x, self.fused.norm)
+        return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+
+class PackedProduct(Product):
+    """The product in float32 on a CPU: one compiled kernel over the packed weight, on NumPy arrays."""
+
+    is_compiled = True
+
+    def __init__(self, weight: Dense, fused: Fused) -> None:
+        norm, bias, gate = fused.norm, fused.bias, fused.gate
+        self.fused = fused
+        self._panels = pack(weight.tensor, gate is not None)
+        self._width = weight.shape[0] if gate is None else weight.shape[0] // 2
+        self._bias = _NOTHING if bias is None else bias.contiguous().numpy()
+        self._scale = _NOTHING if norm is None else norm.weight.contiguous().numpy()
+        self._eps = 0.0 if norm is None else norm.eps
+        self._gate = (0.0, 0.0) if gate is None else (gate.linear, gate.cubic)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it reads."""
+        return self._panels.nbytes
+
+    def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:
+        """Return the output; with `add_to`, add the output there in place and return that."""
+        out = np.empty((x.shape[0], self._width), np.float32) if add_to is None else add_to
+        mode = GATED if self.fused.gate else PLAIN if add_to is None else ADD
+        normed = np.empty(x.shape, np.float32) if self._scale.size else x
+        around = self._scale, self._eps, normed, self._panels, self._bias, out, mode, self._gate
+        multiply(*team.call(), x, *around)
+        return out
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    gate: Gate | None = None,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute a linear layer in plain torch."""
+    y = F.linear(x if norm is None else rms_norm_reference(x, norm.weight, norm.eps), weight, bias)
+    if gate is not None:
+        y = gate_mul_reference(y, gate)
+    return y if add_to is None else add_to.add_(y)

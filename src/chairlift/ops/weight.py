@@ -1,0 +1,121 @@
+"""Weights: a matrix [out, in] that multiplies, joins, slices and sizes itself. A storage format is one such class.
+
+`Weight` is the matrix as it was read; `Product` is that matrix on its device together with what a linear layer computes
+around it. A format needs the first; the second has a default that runs anywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+
+from chairlift.ops.norm import Norm, rms_norm
+from chairlift.ops.triton_found import HAS_TRITON
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """An activation g * sigmoid(g * (linear + cubic * g^2)): a form that holds for SiLU and for GELU's tanh version."""
+
+    linear: float = 1.0
+    cubic: float = 0.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it in plain torch."""
+        return F.gelu(x, approximate="tanh") if self.cubic else F.silu(x)
+
+
+SILU = Gate()
+GELU_TANH = Gate(1.5957691216057308, 0.07135481282050026)  # 2 * sqrt(2 / pi), and 0.044715 of it
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What a linear layer computes around its product, where possible in the same kernel."""
+
+    norm: Norm | None = None  # of the input
+    bias: torch.Tensor | None = None
+    gate: Gate | None = None  # the weight's rows are [gate; up], and the layer gives gate(first half) * second half
+
+
+class Weight(ABC):
+    """A matrix in its storage format."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ W^T."""
+
+    @abstractmethod
+    def join(self, others: Sequence[Self]) -> Self:
+        """Return one weight with the outputs of this and then of the others."""
+
+    @abstractmethod
+    def rows(self, first: int, last: int) -> Self:
+        """Return the part with some of the outputs."""
+
+    @abstractmethod
+    def columns(self, first: int, last: int) -> Self:
+        """Return the part with some of the inputs."""
+
+    def prepare(self, fused: Fused) -> Product:
+        """Return the product that a linear layer runs."""
+        return Product(self, fused)
+
+
+class Product:
+    """A weight and what is computed around it, one operation after the other."""
+
+    is_compiled = False  # whether it takes and gives NumPy arrays
+
+    def __init__(self, weight: Weight, fused: Fused) -> None:
+        self.weight = weight
+        self.fused = fused
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it reads."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Any, add_to: Any = None) -> Any:
+        """Return the output; with `add_to`, add the output there in place and return that."""
+        fused = self.fused
+        y = self.weight.multiply(x if fused.norm is None else rms_norm(x, fused.norm))
+        if fused.bias is not None:
+            y = y + fused.bias
+        if fused.gate is not None:
+            y = gate_mul(y, fused.gate)
+        return y if add_to is None else add_to.add_(y)
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the output to `out`."""
+        return out.copy_(self(x))
+
+
+def gate_mul(y: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return gate(first half of the columns) times the second half."""
+    if y.is_cuda and HAS_TRITON:
+        from chairlift.ops import fused_cuda
+
+        return fused_cuda.gate_mul(y, gate.linear, gate.cubic)
+    return gate_mul_reference(y, gate)
+
+
+def gate_mul_reference(y: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Compute gate_mul in plain torch."""
+    first, second = y.chunk(2, dim=-1)
+    return gate(first) * second
