@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numba import njit
 
+from chairlift import LLM, SamplingParams
 from chairlift.ops.team import Team, bind, run
 
 
@@ -92,3 +94,16 @@ print("done")
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_answers_do_not_depend_on_the_number_of_threads(tiny_model: Path) -> None:
+    prompts = [[5, 6, 7, 8] * 9, [9, 10], [11] * 30]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True, logprobs=2)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append([each.outputs[0] for each in LLM(str(tiny_model), progress=False).generate(prompts, params)])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]

@@ -7,6 +7,7 @@ import torch
 from chairlift.ops import sampling_cpu
 from chairlift.ops.filters import NOTHING, Filters
 from chairlift.ops.sampling_cpu import GOLDEN, MIX1, MIX2
+from chairlift.ops.team import team
 from chairlift.ops.triton_found import HAS_TRITON
 
 _MASK = 0xFFFFFFFF
@@ -54,7 +55,7 @@ def penalize_(
         logits[which] = part
     else:
         arrays = (each.numpy() for each in (logits, which, *given))
-        sampling_cpu.penalize(*arrays, torch.get_num_threads())
+        sampling_cpu.penalize(*team.call(), *arrays)
 
 
 def penalize_reference_(
@@ -88,7 +89,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
         highest, ids = logits.max(-1)
         return torch.where(highest > -torch.inf, ids, NOTHING)
     out = torch.empty(logits.shape[0], dtype=torch.int64)
-    sampling_cpu.likeliest(logits.numpy(), out.numpy(), NOTHING, torch.get_num_threads())
+    sampling_cpu.likeliest(*team.call(), logits.numpy(), out.numpy(), NOTHING)
     return out
 
 
@@ -97,7 +98,7 @@ def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
     if logits.is_cuda:
         return keep_likeliest_reference(logits, top_k, top_p, min_p)
     arrays = (each.numpy() for each in (logits, top_k, top_p, min_p))
-    sampling_cpu.keep_likeliest(*arrays, torch.get_num_threads())
+    sampling_cpu.keep_likeliest(*team.call(), *arrays)
     return logits
 
 
@@ -124,7 +125,7 @@ def gumbel(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """
     if keys.device.type == "cpu":
         uniform = torch.empty(keys.shape[0], vocabulary)
-        sampling_cpu.uniform(keys.numpy(), uniform.numpy(), torch.get_num_threads())
+        sampling_cpu.uniform(*team.call(), keys.numpy(), uniform.numpy())
     else:
         uniform = uniform_reference(keys, vocabulary)
     return uniform.log_().neg_().log_().neg_()

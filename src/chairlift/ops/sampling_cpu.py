@@ -1,4 +1,4 @@
-"""Choosing tokens on a CPU, compiled: each row is one thread's, and no row is sorted."""
+"""Choosing tokens on a CPU, compiled: rows are shared out among threads, and no row is sorted."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import njit
+
+from chairlift.ops.team import bind, run
 
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
-@njit(nogil=True, parallel=True, cache=True)
-def likeliest(logits: np.ndarray, out: np.ndarray, nothing: int, threads: int) -> None:
+@njit(nogil=True, cache=True)
+def likeliest(state: int, pieces: int, logits: np.ndarray, out: np.ndarray, nothing: int) -> None:
     """Write the id of each row's highest logit, the first of equals; `nothing` where no logit is above -inf."""
+    run(state, pieces, *bind(_likeliest, (logits, out, nothing)))
+
+
+@njit(nogil=True)
+def _likeliest(logits: np.ndarray, out: np.ndarray, nothing: int, piece: int, pieces: int) -> None:
     rows, vocabulary = logits.shape
-    for thread in prange(threads):
-        for row in range(thread, rows, threads):
-            best = _peak(logits, row)
-            found = 0
-            while found < vocabulary - 1 and logits[row, found] != best:
-                found += 1
-            out[row] = found if best > -np.inf else nothing  # which NaN is not, either
+    for row in range(piece, rows, pieces):
+        best = _peak(logits, row)
+        found = 0
+        while found < vocabulary - 1 and logits[row, found] != best:
+            found += 1
+        out[row] = found if best > -np.inf else nothing  # which NaN is not, either
 
 
 @njit(nogil=True, fastmath={"reassoc", "nsz"})
@@ -32,24 +38,30 @@ def _peak(logits: np.ndarray, row: int) -> Any:
     return best
 
 
-@njit(nogil=True, parallel=True, cache=True)
-def uniform(keys: np.ndarray, out: np.ndarray, threads: int) -> None:
+@njit(nogil=True, cache=True)
+def uniform(state: int, pieces: int, keys: np.ndarray, out: np.ndarray) -> None:
     """Write the numbers of sampling.uniform_reference."""
+    run(state, pieces, *bind(_uniform, (keys, out)))
+
+
+@njit(nogil=True)
+def _uniform(keys: np.ndarray, out: np.ndarray, piece: int, pieces: int) -> None:
     rows, vocabulary = out.shape
-    for thread in prange(threads):
-        for row in range(rows):
-            first, second = numba.uint32(keys[row, 0]), numba.uint32(keys[row, 1])
-            for i in range(vocabulary * thread // threads, vocabulary * (thread + 1) // threads):
-                x = numba.uint32(numba.uint32(i) * numba.uint32(GOLDEN)) ^ first
-                x = numba.uint32((x ^ (x >> numba.uint32(16))) * numba.uint32(MIX1))
-                x = numba.uint32(x + second)
-                x = numba.uint32((x ^ (x >> numba.uint32(15))) * numba.uint32(MIX2))
-                x = x ^ (x >> numba.uint32(16))
-                out[row, i] = (numba.float32(x >> numba.uint32(9)) + numba.float32(0.5)) * numba.float32(2.0**-23)
+    for row in range(rows):
+        first, second = numba.uint32(keys[row, 0]), numba.uint32(keys[row, 1])
+        for i in range(vocabulary * piece // pieces, vocabulary * (piece + 1) // pieces):
+            x = numba.uint32(numba.uint32(i) * numba.uint32(GOLDEN)) ^ first
+            x = numba.uint32((x ^ (x >> numba.uint32(16))) * numba.uint32(MIX1))
+            x = numba.uint32(x + second)
+            x = numba.uint32((x ^ (x >> numba.uint32(15))) * numba.uint32(MIX2))
+            x = x ^ (x >> numba.uint32(16))
+            out[row, i] = (numba.float32(x >> numba.uint32(9)) + numba.float32(0.5)) * numba.float32(2.0**-23)
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@njit(nogil=True, cache=True)
 def penalize(
+    state: int,
+    pieces: int,
     logits: np.ndarray,
     which: np.ndarray,
     history: np.ndarray,
@@ -58,54 +70,80 @@ def penalize(
     repetition: np.ndarray,
     presence: np.ndarray,
     frequency: np.ndarray,
-    threads: int,
 ) -> None:
     """Do what sampling.penalize_reference_ does, to the tokens of the history alone."""
-    for thread in prange(threads):
-        is_seen = np.zeros(logits.shape[1], np.bool_)
-        counts = np.zeros(logits.shape[1], np.int32)
-        for row in range(thread, which.size, threads):
-            tokens = history[row, : lengths[row]]
-            for i in range(prompt_lengths[row], tokens.size):
-                counts[tokens[i]] += 1
-            for token in tokens:
-                if is_seen[token]:
-                    continue
-                is_seen[token] = True
-                x = logits[which[row], token]
-                x = x / repetition[row] if x > 0 else x * repetition[row]
-                if counts[token]:
-                    x -= frequency[row] * numba.float32(counts[token])
-                    x -= presence[row]
-                logits[which[row], token] = x
-            for token in tokens:
-                is_seen[token], counts[token] = False, 0
+    run(
+        state,
+        pieces,
+        *bind(_penalize, (logits, which, history, prompt_lengths, lengths, repetition, presence, frequency)),
+    )
 
 
-@njit(nogil=True, parallel=True, cache=True)
-def keep_likeliest(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, threads: int) -> None:
+@njit(nogil=True)
+def _penalize(
+    logits: np.ndarray,
+    which: np.ndarray,
+    history: np.ndarray,
+    prompt_lengths: np.ndarray,
+    lengths: np.ndarray,
+    repetition: np.ndarray,
+    presence: np.ndarray,
+    frequency: np.ndarray,
+    piece: int,
+    pieces: int,
+) -> None:
+    is_seen = np.zeros(logits.shape[1], np.bool_)
+    counts = np.zeros(logits.shape[1], np.int32)
+    for row in range(piece, which.size, pieces):
+        tokens = history[row, : lengths[row]]
+        for i in range(prompt_lengths[row], tokens.size):
+            counts[tokens[i]] += 1
+        for token in tokens:
+            if is_seen[token]:
+                continue
+            is_seen[token] = True
+            x = logits[which[row], token]
+            x = x / repetition[row] if x > 0 else x * repetition[row]
+            if counts[token]:
+                x -= frequency[row] * numba.float32(counts[token])
+                x -= presence[row]
+            logits[which[row], token] = x
+        for token in tokens:
+            is_seen[token], counts[token] = False, 0
+
+
+@njit(nogil=True, cache=True)
+def keep_likeliest(
+    state: int, pieces: int, logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
+) -> None:
     """Write -inf to all that min_p, then top_k (0: all), then top_p leave out; of equals, the first ids stay."""
+    run(state, pieces, *bind(_keep_likeliest, (logits, top_k, top_p, min_p)))
+
+
+@njit(nogil=True)
+def _keep_likeliest(
+    logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, piece: int, pieces: int
+) -> None:
     rows, vocabulary = logits.shape
-    for thread in prange(threads):
-        values, weights = np.empty(vocabulary, np.float32), np.empty(vocabulary)
-        for row in range(thread, rows, threads):
-            x = logits[row]
-            if min_p[row] > 0:
-                _cut(x, _peak(logits, row) + np.log(min_p[row]), vocabulary)
-            if 0 < top_k[row] < vocabulary:
-                count = _gather(x, values)
-                weights[:count] = 1.0
-                if count > top_k[row]:
-                    _cut(x, *_find_cut(values, weights, count, float(top_k[row])))
-            if top_p[row] < 1:
-                count = _gather(x, values)
-                peak = values[:count].max() if count else numba.float32(0.0)
-                total = 0.0
-                for i in range(count):
-                    weights[i] = np.exp(values[i] - peak)
-                    total += weights[i]
-                if count:
-                    _cut(x, *_find_cut(values, weights, count, float(top_p[row]) * total))
+    values, weights = np.empty(vocabulary, np.float32), np.empty(vocabulary)
+    for row in range(piece, rows, pieces):
+        x = logits[row]
+        if min_p[row] > 0:
+            _cut(x, _peak(logits, row) + np.log(min_p[row]), vocabulary)
+        if 0 < top_k[row] < vocabulary:
+            count = _gather(x, values)
+            weights[:count] = 1.0
+            if count > top_k[row]:
+                _cut(x, *_find_cut(values, weights, count, float(top_k[row])))
+        if top_p[row] < 1:
+            count = _gather(x, values)
+            peak = values[:count].max() if count else numba.float32(0.0)
+            total = 0.0
+            for i in range(count):
+                weights[i] = np.exp(values[i] - peak)
+                total += weights[i]
+            if count:
+                _cut(x, *_find_cut(values, weights, count, float(top_p[row]) * total))
 
 
 @njit(nogil=True)

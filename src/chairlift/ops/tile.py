@@ -18,10 +18,6 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# torch's linear algebra and our kernels must share one thread pool, or they fight for the cores: Numba's OpenMP layer
-# finds the OpenMP runtime that torch has already loaded.
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
-
 
 def _vector_width() -> int:
     """Floats in the widest vector register of this machine."""
