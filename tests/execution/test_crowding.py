@@ -67,15 +67,15 @@ def test_the_wait_of_a_thread_that_shares_its_core_is_seen() -> None:
     script = (
         "import os, subprocess, sys, time\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
         "from chairlift.execution.crowding import run_delay\n"
-        "before, end = run_delay(), time.monotonic() + 2\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "before, end = run_delay(), time.monotonic() + 1\n"
         "while time.monotonic() < end: pass\n"
         "other.kill()\n"
         "print(run_delay() - before)\n"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert float(told.stdout) > 0.2
+    assert float(told.stdout) > 0.1
     assert run_delay() > 0
 
 
