@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve chat test check bench clean
+WORKERS ?= 2
+# A file's tests stay in one process, since they share servers and models; tests/conftest.py says which files begin.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: serve chat test test-all check bench clean
 
 serve: $(VENV)/.run
 	@$(BIN)/chairlift serve
@@ -12,7 +16,10 @@ chat: $(VENV)/.run
 	@$(BIN)/chairlift chat
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
+
+test-all: $(VENV)/.dev
+	@$(PYTEST) -m ''
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check src tests benchmarks

@@ -16,6 +16,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # `make test &` starts with SIGINT ignored, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # its core is its own; the servers that tests start choose for themselves
+    torch.set_num_threads(1)
+
+# The files that take longest, begun first, so that at the end no process waits for another's last file.
+LONGEST = (
+    "test_default_model.py",
+    "test_properties.py",
+    "test_chaos.py",
+    "test_limits.py",
+    "test_policies.py",
+    "test_cli.py",
+    "test_schema.py",
+    "test_triton.py",
+    "test_kv_quant.py",
+    "test_greedy.py",
+    "test_compare.py",
+    "test_offline.py",
+    "test_beams.py",
+    "test_routes.py",
+    "test_scheduling.py",
+    "test_explaining.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

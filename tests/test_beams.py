@@ -12,10 +12,7 @@ import transformers
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import RequestError
-from test_greedy import smollm
 from tiny import make_tiny_model
-
-__all__ = ["smollm"]  # a fixture
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "two beams": {"width": 2},
@@ -189,16 +186,6 @@ def test_beams_share_their_prompt_and_what_they_have_in_common(folder: Path) -> 
     scheduler.plan = plan  # type: ignore[method-assign]
     llm.generate([[3] * 200], params_of(width=8, count=20, eos=None))
     assert most <= 200 // 16 + 8 * 2
-
-
-def test_the_default_model_gives_the_beams_of_transformers(smollm: Any) -> None:
-    llm = LLM(progress=False, max_length=512)
-    questions = ("What is gravity?", "Tell me a joke about trains.")
-    prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
-    eos = next(iter(llm.config.eos_ids))
-    params = params_of(width=4, count=20, eos=eos)
-    for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
-        assert [answer.token_ids for answer in result.outputs] == beams_of_transformers(smollm, prompt, 20, eos, 4)
 
 
 def test_an_aborted_search_leaves_nothing_behind(folder: Path) -> None:

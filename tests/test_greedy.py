@@ -12,8 +12,6 @@ import transformers
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.policies import POLICIES
-from chairlift.models.checkpoint import open_checkpoint
-from chairlift.models.sources import resolve
 from tiny import make_tiny_model
 
 ROPE_LLAMA3 = {
@@ -163,56 +161,3 @@ def test_a_window_frees_what_nobody_sees_any_more(tmp_path: Path) -> None:
     assert max(held[30:]) <= 6 * 4
     assert scheduler.counters.preemptions == 0
     scheduler.check()
-
-
-QUESTIONS = [
-    f"{ask} {topic}?"
-    for topic in ("gravity", "a prime number", "the capital of France", "photosynthesis", "12 times 12",
-                  "a haiku", "the speed of light", "TCP", "the French Revolution", "a chairlift")
-    for ask in ("What is", "Explain in one sentence:", "Why do people care about", "Tell me a joke about", "¿Qué es")
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def smollm() -> Any:
-    """The default model's real weights in transformers."""
-    checkpoint = open_checkpoint(resolve("smollm2-135m", progress=False))
-    config = {key: value for key, value in checkpoint.config.items() if key != "architectures"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).float().eval()
-    weights = {name: checkpoint.tensor(name, torch.float32) for name in checkpoint.names()}
-    missing = model.load_state_dict(weights, strict=False)
-    assert missing.missing_keys in ([], ["lm_head.weight"])
-    assert not missing.unexpected_keys
-    return model
-
-
-def likeliest_after(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
-    """What transformers would take at each place of an answer, given all before it: if that is the answer itself, its
-    greedy decoding gives that answer."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + answer])).logits[0]
-    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-
-
-def test_the_default_model_equals_transformers_on_fifty_prompts(smollm: Any) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24)
-
-    def answers(*, alone: bool = False, **settings: Any) -> tuple[list[list[int]], list[list[int]], int]:
-        llm = LLM(progress=False, max_length=512, **settings)
-        prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
-        batches = [[prompt] for prompt in prompts] if alone else [prompts]
-        results = [result for batch in batches for result in llm.generate(batch, params)]
-        llm.engine.scheduler.check()
-        return prompts, [result.outputs[0].token_ids for result in results], llm.engine.scheduler.counters.preemptions
-
-    prompts, together, _ = answers()
-    assert len(prompts) == 50
-    for prompt, answer in zip(prompts, together, strict=True):
-        assert likeliest_after(smollm, prompt, answer) == answer
-    for prompt, answer in list(zip(prompts, together, strict=True))[::10]:
-        assert continue_with_transformers(smollm, prompt, len(answer)) == answer
-    assert answers(alone=True)[1] == together
-    assert answers(step_tokens=16, max_sequences=16)[1] == together
-    _, squeezed, preemptions = answers(kv_tokens=1024)
-    assert squeezed == together
-    assert preemptions > 0

@@ -132,20 +132,3 @@ def test_a_bad_block_on_disk_is_computed_again(folder: Path, tmp_path: Path) -> 
 def test_a_file_that_cannot_be_made_is_an_error_at_the_start(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="choose another disk_cache or lower disk_tokens"):
         LLM(str(folder), progress=False, disk_cache=str(tmp_path / "nowhere"), host_tokens=64)
-
-
-def test_the_default_model_says_the_same_with_the_cache_and_without() -> None:
-    system = {"role": "system", "content": "You answer in one short sentence. " * 12}
-    topics = ("rivers", "rain", "bread", "trains", "the moon", "salt")
-    params = SamplingParams(temperature=0, max_tokens=16)
-    said = []
-    for caches in (False, True):
-        llm = LLM(progress=False, max_length=512, prefix_cache=caches)
-        turns = [[system, {"role": "user", "content": f"Tell me about {topic}."}] for topic in topics]
-        first = [result.outputs[0].text for result in llm.chat(turns, params)]
-        for turn, answer in zip(turns, first, strict=True):
-            turn += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
-        said.append((first, [result.outputs[0].token_ids for result in llm.chat(turns, params)]))
-        hits = llm.engine.scheduler.counters.cached_tokens
-        assert hits > 1000 if caches else hits == 0
-    assert said[0] == said[1]

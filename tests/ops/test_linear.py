@@ -60,13 +60,14 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
 
 def test_threads_do_not_change_a_bit() -> None:
     weight, x = Linear(Dense(torch.randn(200, 300))), torch.randn(9, 300)
-    before = torch.get_num_threads()
+    before, found = torch.get_num_threads(), []
     try:
-        torch.set_num_threads(1)
-        alone = weight(x)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(weight(x))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(alone, weight(x))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_other_types_take_the_plain_path() -> None:

@@ -55,11 +55,15 @@ PIECES = {
     "a whole prompt": [(0, 77)],
     "all mixed": [(100, 1), (5, 1), (0, 33), (31, 17), (64, 1)],
 }
+LARGE = [(9, 3, 64), (4, 4, 80)]  # more programs of the same kind, which the interpreter runs one by one
 
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(3, 1, 64), (2, 2, 80), (8, 1, 128), *(pytest.param(*large, marks=pytest.mark.long) for large in LARGE)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_attention_matches(
     heads: int, kv_heads: int, dim: int, pieces: list[tuple[int, int]], window: int, dtype: torch.dtype
@@ -118,7 +122,10 @@ def make_narrow(blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KvC
 @pytest.mark.parametrize("pieces", [PIECES["decodes"], [(60, 1), (0, 33), (31, 9)]], ids=["decodes", "mixed"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
-    [(9, 3, 64, 0), (9, 3, 64, 20), (2, 2, 80, 20), (4, 2, 96, 0), (4, 1, 128, 20), (2, 1, 256, 0)],
+    [
+        *((3, 1, 64, 0), (3, 1, 64, 20), (2, 2, 80, 20), (4, 2, 96, 0), (4, 1, 128, 20), (2, 1, 256, 0)),
+        *(pytest.param(9, 3, 64, window, marks=pytest.mark.long) for window in (0, 20)),
+    ],
 )
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -156,16 +163,16 @@ def test_triton_uses_the_scale_of_every_token(kv_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "kv_dtype"), [(4, 2, torch.float32), (6, 1, torch.int8)], ids=str)
 def test_what_decodes_share_is_read_together(heads: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
-    lengths = [700, 640, 300, 20, 645, 333, 301, 310, 900, 700, 699, 1]
+    lengths = [400, 340, 300, 20, 345, 333, 301, 310, 500, 400, 399, 1]
     batch, blocks = make_batch([(length, 1) for length in lengths], 16)
     tables = batch.host.tables
-    for leader, followers, common in ((0, (1, 4, 8, 9, 10), 37), (2, (5, 6, 7), 18)):
+    for leader, followers, common in ((0, (1, 4, 8, 9, 10), 20), (2, (5, 6, 7), 18)):
         for each in followers:
             tables[each, :common] = tables[leader, :common]
     batch = Batch.on(DEVICE, batch.host)
     found = Grouping(16, kv_heads, 4).find(tables, batch.host.contexts)
     assert found is not None
-    assert found.prefixes.tolist() == [592, 592, 288, 0, 592, 288, 288, 288, 592, 592, 592, 0]
+    assert found.prefixes.tolist() == [320, 320, 288, 0, 320, 288, 288, 288, 320, 320, 320, 0]
     items, members, prefixes, parts = (torch.from_numpy(each).to(DEVICE) for each in found)
     cache = make_narrow(blocks, kv_heads, 64, kv_dtype) if kv_dtype == torch.int8 else make_cache(blocks, kv_heads, 64)
     qkv = torch.randn(len(lengths), heads + 2 * kv_heads, 64, device=DEVICE)
@@ -175,7 +182,7 @@ def test_what_decodes_share_is_read_together(heads: int, kv_heads: int, kv_dtype
     for _ in range(2):  # the second finds the counters as the first left them
         assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
     # It is really read together: with other blocks for the followers, the answer is still the leader's.
-    batch.tables[1, :37] = batch.tables[3, 0]
+    batch.tables[1, :20] = batch.tables[3, 0]
     assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
 
 
@@ -220,7 +227,7 @@ def test_codes_and_scales_are_the_bytes_of_the_reference(dim: int, kv_dtype: tor
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, *KV_DTYPES.values()], ids=str)
-@pytest.mark.parametrize("block_size", [32, 48])
+@pytest.mark.parametrize("block_size", [pytest.param(32, marks=pytest.mark.long), 48])
 def test_larger_blocks_are_written_and_read(block_size: int, kv_dtype: torch.dtype) -> None:
     batch, blocks = make_batch([(100, 1), (31, 1), (0, 40), (33, 17)], block_size)
     turns = torch.ones(200, 32, device=DEVICE), torch.zeros(200, 32, device=DEVICE)  # none: its last bit may differ

@@ -1,0 +1,101 @@
+"""The default model, its real weights: greedy tokens, beams and shared prefixes equal those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from chairlift import LLM, SamplingParams
+from chairlift.models.checkpoint import open_checkpoint
+from chairlift.models.sources import resolve
+from test_beams import beams_of_transformers, params_of
+from test_greedy import continue_with_transformers
+
+QUESTIONS = [
+    f"{ask} {topic}?"
+    for topic in ("gravity", "a prime number", "the capital of France", "photosynthesis", "12 times 12",
+                  "a haiku", "the speed of light", "TCP", "the French Revolution", "a chairlift")
+    for ask in ("What is", "Explain in one sentence:", "Why do people care about", "Tell me a joke about", "¿Qué es")
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Any:
+    """The default model's real weights in transformers."""
+    checkpoint = open_checkpoint(resolve("smollm2-135m", progress=False))
+    config = {key: value for key, value in checkpoint.config.items() if key != "architectures"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).float().eval()
+    weights = {name: checkpoint.tensor(name, torch.float32) for name in checkpoint.names()}
+    missing = model.load_state_dict(weights, strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"])
+    assert not missing.unexpected_keys
+    return model
+
+
+def likeliest_after(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """What transformers would take at each place of an answer, given all before it: if that is the answer itself, its
+    greedy decoding gives that answer."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "kv_tokens"),
+    [pytest.param(6, 12, 128, id="6 prompts"), pytest.param(50, 24, 1024, id="50 prompts", marks=pytest.mark.long)],
+)
+def test_greedy_tokens_equal_transformers_in_every_way_to_run(
+    smollm: Any, prompts: int, tokens: int, kv_tokens: int
+) -> None:
+    questions = QUESTIONS[:: len(QUESTIONS) // prompts][:prompts]
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+
+    def answers(*, alone: bool = False, **settings: Any) -> tuple[list[list[int]], list[list[int]], int]:
+        llm = LLM(progress=False, max_length=128, **settings)
+        asked = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
+        batches = [[prompt] for prompt in asked] if alone else [asked]
+        results = [result for batch in batches for result in llm.generate(batch, params)]
+        llm.engine.scheduler.check()
+        return asked, [result.outputs[0].token_ids for result in results], llm.engine.scheduler.counters.preemptions
+
+    asked, together, _ = answers()
+    assert len(asked) == prompts
+    for prompt, answer in zip(asked, together, strict=True):
+        assert likeliest_after(smollm, prompt, answer) == answer
+    for prompt, answer in list(zip(asked, together, strict=True))[::10]:
+        assert continue_with_transformers(smollm, prompt, len(answer)) == answer
+    assert answers(alone=True)[1] == together
+    assert answers(step_tokens=16, max_sequences=16)[1] == together
+    _, squeezed, preemptions = answers(kv_tokens=kv_tokens)
+    assert squeezed == together
+    assert preemptions > 0
+
+
+def test_beams_are_those_of_transformers(smollm: Any) -> None:
+    llm = LLM(progress=False, max_length=512)
+    questions = ("What is gravity?", "Tell me a joke about trains.")
+    prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
+    eos = next(iter(llm.config.eos_ids))
+    params = params_of(width=4, count=20, eos=eos)
+    for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
+        assert [answer.token_ids for answer in result.outputs] == beams_of_transformers(smollm, prompt, 20, eos, 4)
+
+
+def test_answers_are_the_same_with_the_prefix_cache_and_without() -> None:
+    system = {"role": "system", "content": "You answer in one short sentence. " * 12}
+    topics = ("rivers", "rain", "bread", "trains", "the moon", "salt")
+    params = SamplingParams(temperature=0, max_tokens=16)
+    said = []
+    for caches in (False, True):
+        llm = LLM(progress=False, max_length=512, prefix_cache=caches)
+        turns = [[system, {"role": "user", "content": f"Tell me about {topic}."}] for topic in topics]
+        first = [result.outputs[0].text for result in llm.chat(turns, params)]
+        for turn, answer in zip(turns, first, strict=True):
+            turn += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
+        said.append((first, [result.outputs[0].token_ids for result in llm.chat(turns, params)]))
+        hits = llm.engine.scheduler.counters.cached_tokens
+        assert hits > 1000 if caches else hits == 0
+    assert said[0] == said[1]
