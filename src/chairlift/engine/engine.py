@@ -139,8 +139,8 @@ class Engine:
             return []
         stuck, pool = scheduler.stuck(now), scheduler.pool
         log.error(
-            "%d plans in a row computed nothing: ending %s, with %d sequences running, %d waiting (blocked by: %s) and %d "
-            "of %d KV blocks available. Please report this with the settings and these numbers",
+            "%d plans in a row computed nothing: ending %s, with %d running, %d waiting (blocked by: %s), %d of "
+            "%d KV blocks available. Please report this with the settings and these numbers",
             *(self._idle_plans, stuck, len(scheduler.running), len(scheduler.waiting)),
             *(scheduler.blocked_by or "nothing", pool.available, pool.total),
         )
