@@ -234,6 +234,19 @@ def test_bins_take_turns_in_a_continuous_batch() -> None:
     assert run(scheduler) == ["long0", "short0", "long1", "short1", "long2"]
 
 
+def test_a_bin_that_was_empty_has_no_turns_to_catch_up_on() -> None:
+    scheduler = made(seats=1, policy="multibin", predictor="oracle")
+    ask(scheduler, "long", answer=4, known_length=4)
+    ask(scheduler, "short", answer=4, known_length=1)
+    for number in range(20):
+        ask(scheduler, f"long{number}", answer=4, known_length=4)
+    while len(scheduler.waiting) > 2:
+        step(scheduler)
+    for number in range(3):
+        ask(scheduler, f"short{number}", answer=4, known_length=1)
+    assert run(scheduler) == ["long18", "short0", "long19", "short1", "short2"]
+
+
 def test_a_flood_by_one_tenant_costs_another_neither_its_turn_nor_its_seat() -> None:
     scheduler = made(seats=4, policy="fair", predictor="max_tokens")
     for number in range(20):

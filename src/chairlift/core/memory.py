@@ -14,7 +14,7 @@ from chairlift.core.request import Phase, Request, Sequence
 from chairlift.core.watermark import Watermark
 
 # One that has yielded so often gets all the memory it can ever need when it next runs, and yields no more.
-_YIELDS = 3
+YIELDS = 3
 _PART = 4  # a block is copied for its first tokens if they are at least one in so many
 
 
@@ -74,7 +74,7 @@ class Memory:
 
         Beams never have: they fork at every token, so that none of them can own the blocks it will need.
         """
-        return sequence.preemptions >= _YIELDS and sequence.beams is None
+        return sequence.preemptions >= YIELDS and sequence.beams is None
 
     def has_room(self, sequence: Sequence, is_alone: bool, path: list[Node] | None = None) -> bool:
         """Whether it fits, with the watermark to spare unless nobody runs."""

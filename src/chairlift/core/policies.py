@@ -107,9 +107,9 @@ class Fair(Policy):
     """Equal service to tenants, by weight, in prompt tokens and (twice as dear) answer tokens: a virtual token counter.
 
     The tenant served least goes next, and one below its share of the seats takes one from the tenant most above: so a
-    flood by one costs the others almost nothing. A tenant that returns from idleness starts level with the least
-    served, so that it neither owes nor is owed for the time it was away. Nobody starves: whoever waits is served least
-    in the end.
+    flood by one costs the others almost nothing. A tenant that returns from idleness is owed nothing for the time away:
+    it starts level with the least served, unless it was served more, which it still owes. Nobody starves: whoever waits
+    is served least in the end.
     """
 
     needs_lengths = True
@@ -122,7 +122,9 @@ class Fair(Policy):
         self._live: Counter[str] = Counter()
         self._seats: Counter[str] = Counter()
         self._weights: dict[str, float] = {}
-        self._paid: dict[Sequence, int] = {}  # the answer tokens that each running sequence has been charged for
+        self._paid: dict[Sequence, int] = {}  # the answer tokens that each sequence has been charged for
+        self._idle: dict[str, float] = {}  # the service of tenants that have no requests here and were served more
+        self._level = 0.0  # what the last tenant here was served, while there is none
 
     def lane(self, sequence: Sequence, now: float) -> Lane:
         """One a tenant."""
@@ -154,33 +156,46 @@ class Fair(Policy):
         return self._seats[tenant] - share
 
     def arrived(self, sequence: Sequence) -> None:
-        """A tenant that was away starts level."""
+        """A tenant that was away starts level, or owes what it owed."""
         request = sequence.request
         if not self._live[request.tenant]:
-            self.service[request.tenant] = min(self.service.values(), default=0.0)
+            level = min(self.service.values(), default=self._level)
+            self.service[request.tenant] = max(level, self._idle.pop(request.tenant, level))
         self._weights[request.tenant] = request.weight
         self._live[request.tenant] += 1
 
     def seated(self, sequence: Sequence) -> None:
-        """Pay in advance for what is to be computed and what is expected to be answered."""
+        """Pay in advance for what is to be computed and what is expected to be answered.
+
+        Once: what is computed again after a preemption was charged when the sequence first had a seat.
+        """
         self._seats[sequence.request.tenant] += 1
-        self._paid[sequence] = sequence.expected
-        to_compute = len(sequence.tokens) - sequence.computed if sequence.index == 0 else 0
-        self._charge(sequence, to_compute + self._ANSWER * sequence.expected)
+        if sequence not in self._paid and sequence.index == 0:
+            self._charge(sequence, len(sequence.tokens) - sequence.computed)
+        self._settle(sequence, max(sequence.expected, len(sequence.tokens) - sequence.prompt_length))
 
     def unseated(self, sequence: Sequence) -> None:
         """Settle the difference between what was expected and what it was."""
         self._seats[sequence.request.tenant] -= 1
-        answered = len(sequence.tokens) - sequence.prompt_length
-        self._charge(sequence, self._ANSWER * (answered - self._paid.pop(sequence)))
+        self._settle(sequence, len(sequence.tokens) - sequence.prompt_length)
 
     def ended(self, sequence: Sequence) -> None:
-        """The last of a tenant takes its account with it."""
+        """The last of a tenant leaves what the tenant owes, until the others have been served as much."""
         tenant = sequence.request.tenant
+        self._paid.pop(sequence, None)
         self._live[tenant] -= 1
-        if not self._live[tenant]:
-            for account in (self.service, self._live, self._seats, self._weights):
-                account.pop(tenant, None)
+        if self._live[tenant]:
+            return
+        self._idle[tenant] = self._level = self.service.pop(tenant)
+        for account in (self._live, self._seats, self._weights):
+            account.pop(tenant, None)
+        level = min(self.service.values(), default=self._level)
+        self._idle = {name: served for name, served in self._idle.items() if served > level}
+
+    def _settle(self, sequence: Sequence, answered: int) -> None:
+        """Let so many tokens of the answer be paid for."""
+        self._charge(sequence, self._ANSWER * (answered - self._paid.get(sequence, 0)))
+        self._paid[sequence] = answered
 
     def _charge(self, sequence: Sequence, tokens: float) -> None:
         self.service[sequence.request.tenant] += tokens / sequence.request.weight
@@ -189,14 +204,16 @@ class Fair(Policy):
 class Deadline(Policy):
     """The earliest deadline of a first token goes first; those that cannot make it any more stand aside.
 
-    Every eighth turn is for those aside, and for requests without a deadline, so that nobody starves.
+    After seven in a row that are in time, the next is one of those aside, or one without a deadline, so that nobody
+    starves.
     """
 
-    _TURN = 8
+    _IN_A_ROW = 7
 
     def __init__(self, known: Knowledge) -> None:
         self._cost = known.cost
-        self._turns = 0
+        self._in_a_row = 0  # requests in time that were admitted since one of those aside was
+        self._is_aside = False  # whether the one chosen last is one of those aside
 
     def key(self, sequence: Sequence) -> float:
         """The deadline, or the arrival of who has none: both are moments on one clock."""
@@ -209,13 +226,14 @@ class Deadline(Policy):
         return deadline is None or now + self._cost.prompt_seconds(len(sequence.tokens)) > deadline
 
     def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
-        """Those in time, but for each eighth turn."""
-        is_theirs = self._turns % self._TURN == self._TURN - 1
-        return is_theirs if is_theirs in heads else not is_theirs
+        """Those in time, unless there have been too many in a row."""
+        self._is_aside = False not in heads or (True in heads and self._in_a_row >= self._IN_A_ROW)
+        return self._is_aside
 
     def seated(self, sequence: Sequence) -> None:
-        """A turn was taken."""
-        self._turns += 1
+        """A turn was taken: one for all siblings."""
+        if sequence.index == 0:
+            self._in_a_row = 0 if self._is_aside else self._in_a_row + 1
 
 
 class LongestPrefix(Policy):

@@ -13,7 +13,7 @@ from chairlift.core.limits import Limits
 class PrefillMode(Protocol):
     """Cuts prompts to fit a step."""
 
-    decodes_wait: bool  # whether a step with prompts has no decodes
+    decodes_wait: int  # steps in a row that may have prompts and no decodes
     step_tokens: int  # that a step may hold
 
     def chunk(self, remaining: int, left: int) -> int:
@@ -24,7 +24,7 @@ class PrefillMode(Protocol):
 class Chunked:
     """Decodes first, and as much of the prompts as they have left room for (Sarathi)."""
 
-    decodes_wait = False
+    decodes_wait = 0
 
     def __init__(self, limits: Limits, cost: Cost) -> None:
         self.step_tokens = limits.step_tokens
@@ -47,9 +47,12 @@ class SplitFuse(Chunked):
 
 
 class PrefillFirst(Chunked):
-    """Newcomers at once, in steps of their own; decodes wait. The best time to first token, and the worst stalls."""
+    """Newcomers at once, in steps of their own; decodes wait. The best time to first token, and the worst stalls.
 
-    decodes_wait = True
+    They do not wait for ever: if prompts come without end, one step in so many has decodes, too.
+    """
+
+    decodes_wait = 16
 
 
 class Whole(Chunked):

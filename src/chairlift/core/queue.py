@@ -9,6 +9,7 @@ from chairlift.core.policy import Lane, Policy
 from chairlift.core.request import Phase, Sequence
 
 Entry = tuple[tuple[float, int, int], Sequence]
+_FULL_FIRST = 4  # batches in a row that are drawn from full lanes while the policy would choose another
 
 
 class WaitingQueue:
@@ -22,6 +23,7 @@ class WaitingQueue:
         self._entries = 0  # in all heaps, the dead included
         self._has_moved = False
         self._kept: list[Lane] = []  # the only lane that is drawn from, if there is one
+        self._passed = 0  # batches in a row that were not drawn from the lane of the policy's choice
 
     def __len__(self) -> int:
         return self._size
@@ -46,7 +48,9 @@ class WaitingQueue:
             heads = {lane: head for lane in lanes if (head := self._head(lane, now)) is not None}
         if not heads:
             return None
-        return heads[self._policy.choose(heads, now)] if len(heads) > 1 else next(iter(heads.values()))
+        if self._kept:
+            return heads[self._kept[0]]
+        return heads[self._policy.choose(heads, now)]  # though there may be one alone: policies count turns
 
     def take(self, sequence: Sequence) -> None:
         """Remove the one that `peek` has just shown."""
@@ -59,19 +63,31 @@ class WaitingQueue:
         raise AssertionError(f"{sequence} is first in no lane")
 
     def largest(self) -> int:
-        """How many may be in one batch: all that wait, or those of the fullest lane."""
+        """How many count towards a full batch: all that wait, or those of the fullest lane, but at least half of all.
+
+        So where twice as many wait as fill a batch, it need not wait for one lane to do so: no lane may ever.
+        """
         if not self._policy.fills_by_lane:
             return self._size
-        return max((sum(each.phase is Phase.WAITING for _, each in heap) for heap in self._lanes.values()), default=0)
+        lanes = (sum(each.phase is Phase.WAITING for _, each in heap) for heap in self._lanes.values())
+        return max(self._size // 2, *lanes, 0)
 
     def keep_lane(self, seats: int, now: float) -> None:
-        """From now on draw from one lane only: one that fills the seats if there is any, or the first's."""
+        """From now on draw from one lane only: one that fills the seats if there is any, or the policy's choice.
+
+        After a few full lanes in a row it is the policy's choice in any case, or a lane that never fills would starve.
+        """
         self._kept = []
         if self._policy.fills_by_lane and (head := self.peek(now)) is not None:
             full = [lane for lane, heap in self._lanes.items() if len(heap) >= seats]
             heads = {lane: first for lane in full if (first := self._head(lane, now)) is not None}
-            first = min(heads.values(), key=lambda each: each.order) if heads else head
-            self._kept = [self._policy.lane(first, now)]
+            chosen = self._policy.lane(head, now)
+            if heads and chosen not in heads and self._passed < _FULL_FIRST:
+                self._passed += 1
+                chosen = min(heads, key=lambda lane: heads[lane].order)
+            else:
+                self._passed = 0
+            self._kept = [chosen]
 
     def forget(self, count: int) -> None:
         """Count `count` sequences out that have left the waiting phase without being taken."""

@@ -70,6 +70,7 @@ class Scheduler:
         self.running = self.memory.running = self.seats.running
         self._is_trusted = True
         self._plans = 0
+        self._prompt_steps = 0  # in a row, without decodes
         self._moved: list[Sequence] = []  # beams that have gone on elsewhere: the device must be told
 
     # ---- requests in and out
@@ -139,12 +140,15 @@ class Scheduler:
         if self.policy.is_preemptive and len(self.waiting) and not self.gate.closes:
             self._make_way(step, now)
         made_way = len(step.preempted)
-        if self.prefill.decodes_wait:
+        if self._prompt_steps < self.prefill.decodes_wait:
+            self._prompt_steps += 1
             self._extend_prompts(step, self._mid_prompt())
             self._admit(step, now)
             if not step:
+                self._prompt_steps = 0
                 self._extend(step)
         else:
+            self._prompt_steps = 0
             self._extend(step)  # decodes and unfinished prompts first: nobody stalls for a newcomer
             if len(step.preempted) == made_way:
                 self._admit(step, now)

@@ -6,7 +6,7 @@ from bisect import insort
 from operator import attrgetter
 
 from chairlift.core.counters import Counters
-from chairlift.core.memory import Memory
+from chairlift.core.memory import YIELDS, Memory
 from chairlift.core.plan import StepPlan
 from chairlift.core.policy import Policy
 from chairlift.core.queue import WaitingQueue
@@ -72,7 +72,8 @@ class Seats:
     def make_way(self, step: StepPlan, newcomer: Sequence) -> bool:
         """Where the policy wants it, those who run yield to one who waits; whether it can sit down now."""
         memory = self._memory
-        may_yield = [each for each in self.running if self._may_yield(step, each)]
+        # Beams are never settled, but they, too, make way only so often: else those that keep coming would starve them.
+        may_yield = [each for each in self.running if self._may_yield(step, each) and each.preemptions < YIELDS]
         victims: list[Sequence] = []
         # Those who go on must find their next block, or one of them would have to yield in this very plan.
         growth = sum(map(memory.growth, self.running))
