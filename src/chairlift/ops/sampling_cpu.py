@@ -10,6 +10,7 @@ from numba import njit
 
 from chairlift.ops.team import bind, run
 
+_PART = 1024  # logits whose highest is found together: only the part that has it is searched for its place
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
@@ -23,18 +24,25 @@ def likeliest(state: int, pieces: int, logits: np.ndarray, out: np.ndarray, noth
 def _likeliest(logits: np.ndarray, out: np.ndarray, nothing: int, piece: int, pieces: int) -> None:
     rows, vocabulary = logits.shape
     for row in range(piece, rows, pieces):
-        best = _peak(logits, row)
-        found = 0
-        while found < vocabulary - 1 and logits[row, found] != best:
-            found += 1
-        out[row] = found if best > -np.inf else nothing  # which NaN is not, either
+        best, found = numba.float32(-np.inf), 0
+        for start in range(0, vocabulary, _PART):
+            peak = _peak(logits[row, start : start + _PART])
+            if peak > best:
+                best, found = peak, start
+        if best > -np.inf:
+            while logits[row, found] != best:
+                found += 1
+            out[row] = found
+        else:
+            out[row] = nothing
 
 
 @njit(nogil=True, fastmath={"reassoc", "nsz"})
-def _peak(logits: np.ndarray, row: int) -> Any:
-    best = logits[row, 0]
-    for i in range(logits.shape[1]):
-        best = max(best, logits[row, i])
+def _peak(x: np.ndarray) -> Any:
+    """The highest value; what is not a number is passed over."""
+    best = numba.float32(-np.inf)
+    for value in x:
+        best = max(best, value)
     return best
 
 
@@ -129,7 +137,7 @@ def _keep_likeliest(
     for row in range(piece, rows, pieces):
         x = logits[row]
         if min_p[row] > 0:
-            _cut(x, _peak(logits, row) + np.log(min_p[row]), vocabulary)
+            _cut(x, _peak(x) + np.log(min_p[row]), vocabulary)
         if 0 < top_k[row] < vocabulary:
             count = _gather(x, values)
             weights[:count] = 1.0
@@ -137,7 +145,7 @@ def _keep_likeliest(
                 _cut(x, *_find_cut(values, weights, count, float(top_k[row])))
         if top_p[row] < 1:
             count = _gather(x, values)
-            peak = values[:count].max() if count else numba.float32(0.0)
+            peak = _peak(values[:count])
             total = 0.0
             for i in range(count):
                 weights[i] = np.exp(values[i] - peak)
