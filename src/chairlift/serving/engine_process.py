@@ -15,7 +15,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ class Job(msgspec.Struct, frozen=True):
     model: str
     settings: dict[str, Any]
     sockets: list[str]  # one for each HTTP process; the first also gets the statistics
-    beat: str
+    beat: int  # the descriptor of its memory
     parent: int  # the process without which it has no business
     progress: bool = False
 
@@ -124,7 +123,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, hello: Hello, job: Job, slowest_step: float) -> None:
         self._engine = engine
         self._hello = hello
-        self._beat = Beat(Path(job.beat))
+        self._beat = Beat(job.beat)
         self._patience = max(PATIENCE, 1.5 * slowest_step)
         self._parent = job.parent
         self._stats: Stats | None = None
@@ -158,7 +157,8 @@ class EngineLoop:
                 took = clock.now() - before
                 # A step that took long shows how long one may take: the next such must not look like a standstill.
                 self._patience = max(self._patience, 3 * took)
-                self._report(outcome, took)
+                # Where a step computed nothing there is nothing to tell, however often it is tried.
+                self._report(outcome, took if self._engine.last_tokens or outcome else 0.0)
                 self._has_run = True
                 if before - self._last_collection > _COLLECT_EVERY:
                     self._collect_garbage(before)

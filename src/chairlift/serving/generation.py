@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from chairlift.core.request import FinishReason
 from chairlift.openai.chunks import Piece
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.admission import Ticket
+from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
 from chairlift.serving.messages import REFUSED, News, Scored, Submit
@@ -21,7 +23,7 @@ from chairlift.serving.metrics import Metrics
 from chairlift.text.answer import best, describe, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
-BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
+_AT_ONCE = 64 << 10  # bytes of pieces that are written in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Generation:
         answer = reader.answer
         if self._group.streams:
             choice = self._first_choice + news.index
-            scores = None if answer.logprobs is None else [answer.logprobs[-1]]
+            scores = None if answer.logprobs is None else [answer.logprobs.pop()]  # sent once, and kept no longer
             self._group.push(Piece(choice, text, [news.token], scores, answer.finish_reason, answer.stop_reason))
         if all(each.has_ended() for each in self._readers):
             self.output.outputs = best(self.output.outputs, self.asked.params.n)
@@ -191,7 +193,7 @@ class Generation:
         now, metrics = time.monotonic(), self.output.metrics
         self.output.finished, metrics.finished = True, now
         self._group.client.forget(self._key)
-        self._ticket.release(now)
+        self._ticket.started(now)
         first, started = metrics.first_token, metrics.started
         self._group.metrics.ended(
             reason,
@@ -204,6 +206,10 @@ class Generation:
         )
         self._group.wake()
 
+    def release(self) -> None:
+        """Give its place back: the client has the answer, or is gone."""
+        self._ticket.release(time.monotonic())
+
 
 @dataclass(slots=True, eq=False)
 class Answering:
@@ -215,11 +221,11 @@ class Answering:
     terms: Terms
     timeout: float | None
     streams: bool  # whether the client gets pieces
+    backlog: Backlog = field(default_factory=Backlog)
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None
-    _pending: list[Piece] = field(default_factory=list)
-    _waiting: int = 0  # tokens in them
+    _pending: deque[Piece] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
@@ -252,8 +258,9 @@ class Answering:
         try:
             while True:
                 if self._pending:
-                    pending, self._pending, self._waiting = self._pending, [], 0
-                    yield merged(pending)
+                    yield merged(self._take())
+                    if self._pending:  # a client that catches up must not hold up the others
+                        await asyncio.sleep(0)
                 elif self.failure is not None:
                     raise self.failure
                 elif self.is_done:
@@ -276,10 +283,24 @@ class Answering:
     def push(self, piece: Piece) -> None:
         """Keep a piece until the client is ready for it, within bounds."""
         self._pending.append(piece)
-        self._waiting += 1
-        if self._waiting > BUFFER:
-            self.fail(Failure(f"the client left {BUFFER} tokens unread", 408, "timeout_error", "slow_reader"))
+        self.backlog.size += size_of(piece)
+        if self.backlog.is_full:
+            told = f"the client left {self.backlog.size:,} bytes unread: read faster, or ask for less"
+            self._drop()
+            self.fail(Failure(told, 408, "timeout_error", "slow_reader"))
         self.wake()
+
+    def _take(self) -> list[Piece]:
+        taken, size = [], 0
+        while self._pending and size < _AT_ONCE:
+            taken.append(self._pending.popleft())
+            size += size_of(taken[-1])
+        self.backlog.size -= size
+        return taken
+
+    def _drop(self) -> None:
+        self.backlog.size -= sum(map(size_of, self._pending))
+        self._pending.clear()
 
     def fail(self, failure: Failure) -> None:
         """End all of it for one reason."""
@@ -291,6 +312,17 @@ class Answering:
         """End what still runs."""
         for generation in self.generations:
             generation.abort()
+
+    def close(self) -> None:
+        """End what still runs, and keep nothing of it: the client has it all, or is gone."""
+        self.abort()
+        self._drop()
+        self.release()
+
+    def release(self) -> None:
+        """Give back the places of its requests."""
+        for generation in self.generations:
+            generation.release()
 
     def wake(self) -> None:
         """There is news."""

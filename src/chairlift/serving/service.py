@@ -20,6 +20,7 @@ from chairlift.openai.replies import chat_completion, text_completion, usage
 from chairlift.outputs import RequestOutput
 from chairlift.serving.admission import Admission, Refused, Ticket
 from chairlift.serving.asking import Reader, off_loop
+from chairlift.serving.backlog import Backlog
 from chairlift.serving.body import read_object
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
@@ -31,8 +32,11 @@ from chairlift.serving.traces import Traces
 
 log = logging.getLogger("chairlift")
 Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 _ITEMS = 400_000  # members of all lists and objects in a body: a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
+_BODIES = 256 << 20  # bytes of all bodies that are being received or read, until their requests are admitted
+_SLICE = 64 << 10  # bytes of a reply that are written at a time
 _DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499  # nobody reads it; it is what logs and metrics show
 
@@ -52,6 +56,7 @@ class Service:
     max_body: int = 8 << 20
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    held_bytes: int = 0  # of bodies whose requests are not admitted yet
 
     @property
     def hello(self) -> Hello:
@@ -77,6 +82,20 @@ class Call:
     body_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)  # of the engine, for traces
+    answering: Answering | None = None
+    _held: int = 0  # bytes of its body, while they count
+
+    @property
+    def backlog(self) -> Backlog:
+        """What its client has not read yet."""
+        connection = self.http.scope.get("state", {}).get("connection")
+        return Backlog() if connection is None else connection.backlog
+
+    def close(self) -> None:
+        """Give back whatever it still holds."""
+        self._hold(-self._held)
+        if self.answering is not None:
+            self.answering.close()
 
     async def body(self) -> dict[str, Any]:
         """The JSON object that came with it, within bounds."""
@@ -90,12 +109,20 @@ class Call:
             async with asyncio.timeout(_BODY_SECONDS):
                 async for part in self.http.stream():
                     raw += part
+                    self._hold(len(part))
                     if len(raw) > most:
                         raise too_large
+                    if self.service.held_bytes > _BODIES:
+                        told = f"the server is reading {self.service.held_bytes:,} bytes of requests: try again in 1 s"
+                        raise Failure(told, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
         return await off_loop(lambda: read_object(bytes(raw), max_items=_ITEMS), len(raw))
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self.service.held_bytes += size
 
     # ---- generating
 
@@ -105,8 +132,11 @@ class Call:
         options, asked = await self._read(chat=chat)  # the body itself is not kept while the request waits
         timeout = options.timeout if options.timeout is not None else service.timeout
         terms = self._terms(options, "chat" if chat else "completions")
-        answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout, options.stream)
+        tokenizer, backlog = service.reader.tokenizer, self.backlog
+        answering = Answering(service.client, service.metrics, tokenizer, terms, timeout, options.stream, backlog)
+        self.answering = answering
         answering.start(asked, self._admit)
+        self._hold(-self._held)  # from now on they count in admission
         self.outputs = answering.outputs
         if answering.failure is not None:  # the engine has ended since: a stream, too, can still have its own status
             raise answering.failure
@@ -232,9 +262,9 @@ class EventStream(Response):
         finally:
             for task in (gone, writing):
                 task.cancel()
-            self._answering.abort()
+            self._answering.close()
 
-    async def _write(self, send: Callable[[Message], Awaitable[None]]) -> None:
+    async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events():
@@ -242,6 +272,8 @@ class EventStream(Response):
         except Failure as failure:
             log.warning("request failed in mid-stream: %s", failure, extra={"request_id": self._id})
             await send({"type": "http.response.body", "body": sse(failure.body), "more_body": True})
+        await until_read(send)
+        self._answering.release()
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -276,6 +308,26 @@ async def until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
     """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def until_read(send: Send) -> None:
+    """Return when the client has read all but what its socket's buffer holds: a send of nothing waits for that."""
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
+
+
+async def send_reply(call: Call, response: Response, send: Send) -> None:
+    """Send a whole reply, a slice at a time; until all but the last are read, its request counts as one that runs."""
+    body, backlog = memoryview(response.body), call.backlog
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    backlog.size += len(body)
+    while len(body) > _SLICE:
+        await send({"type": "http.response.body", "body": bytes(body[:_SLICE]), "more_body": True})
+        backlog.size -= _SLICE
+        body = body[_SLICE:]
+        await until_read(send)
+    backlog.size -= len(body)
+    call.close()
+    await send({"type": "http.response.body", "body": bytes(body), "more_body": False})
 
 
 def check_model(asked: object, ours: str) -> None:
