@@ -53,7 +53,7 @@ class Engine:
 
 @asynccontextmanager
 async def line(tmp_path: Path) -> AsyncIterator[tuple[EngineClient, Engine]]:
-    beat = Beat(tmp_path / "beat")
+    beat = Beat()
     beat.touch(1e12, 4.0)
     client = EngineClient(f"ipc://{tmp_path}/line", beat)
     await client.open()

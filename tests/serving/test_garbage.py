@@ -18,6 +18,7 @@ import pytest
 from running import FAKE, _lines_up_to
 
 from chairlift.engine.garbage import freeze_loaded, no_full_collections
+from chairlift.serving.beat import Beat
 from chairlift.serving.engine_process import EngineLoop, Job
 from chairlift.serving.messages import Hello
 
@@ -43,9 +44,9 @@ def test_full_collections_can_be_held_back_for_a_while() -> None:
     assert gc.get_threshold() == before
 
 
-def test_an_idle_engine_freezes_what_it_has_once_after_each_time_it_has_run(tmp_path: Path) -> None:
+def test_an_idle_engine_freezes_what_it_has_once_after_each_time_it_has_run() -> None:
     engine = SimpleNamespace(has_work=False, fault=None, on_step=None)
-    job = Job("m", {}, [], str(tmp_path / "beat"), os.getpid())
+    job = Job("m", {}, [], Beat().descriptor, os.getpid())
     loop = EngineLoop(engine, Hello("m", "", "", 1, 1, 1, 1, 1, 1, "", []), job, 0.0)  # type: ignore[arg-type]
     loop._collect_garbage(1.0)
     frozen = gc.get_freeze_count()

@@ -1,6 +1,6 @@
 """Admission: a queue bounded by number, memory and predicted wait, and each tenant's own limits.
 
-One event loop owns it; every call is O(1).
+One event loop owns it, and shares the tenants' accounts with those of other processes; every call is O(1).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chairlift.core.errors import ChairliftError, SettingsError
+from chairlift.serving.accounts import MINUTE, Accounts
 from chairlift.serving.drain import Drain, Returns
 from chairlift.serving.keys import Tenant
 
-MINUTE = 60.0
 BODY_BYTES_A_TOKEN = 8  # more than a prompt's token has as text or as a number: other fields of a body count too
 _PATIENCE = 30.0  # seconds; the most that a tenant at its limit is told to wait
 
@@ -37,26 +37,6 @@ class Refused(ChairliftError):  # noqa: N818
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
-
-
-class _Account:
-    """What a tenant has in use.
-
-    Its token bucket holds a minute's worth and is one number: the time at which its debt is paid. A minute before `now`
-    or earlier, it is full; after `now`, there is debt.
-    """
-
-    def __init__(self) -> None:
-        self.live = 0
-        self.refusals = 0  # since one of its requests ended
-        self._paid_at = -math.inf
-
-    def charge(self, tokens: int, per_minute: int, now: float) -> None:
-        self._paid_at = max(self._paid_at, now - MINUTE) + tokens * MINUTE / per_minute
-
-    def debt(self, now: float) -> float:
-        """Seconds until it is paid."""
-        return max(0.0, self._paid_at - now)
 
 
 class Ticket:
@@ -88,7 +68,7 @@ class Ticket:
         self._admission._charge(self.tenant, tokens)
 
     def release(self, now: float) -> None:
-        """It has ended, in whatever way; a second call changes nothing."""
+        """It has ended, and its client has read the answer or is gone; a second call changes nothing."""
         if self._held:
             self.started(now)
             self._held = False
@@ -108,6 +88,7 @@ class Admission:
         max_waiting_tokens: int,
         max_wait: float = math.inf,
         *,
+        accounts: Accounts | None = None,
         is_busy: Callable[[], bool] = lambda: True,
         random: Callable[[], float] = random.random,
     ) -> None:
@@ -126,7 +107,8 @@ class Admission:
         self._live = 0
         self._drain = Drain()
         self._returns = Returns(random)
-        self._accounts: dict[str, _Account] = {}  # as many as there are tenants in the key file
+        self._accounts = accounts or Accounts()
+        self._refusals: dict[str, int] = {}  # of tenants at their limit, since one of their requests ended
         self._now = -math.inf  # the latest time that a caller told
 
     @property
@@ -166,35 +148,51 @@ class Admission:
         """
         self._tell(now)
         tokens = max(prompt_tokens, body_bytes // BODY_BYTES_A_TOKEN)
-        refusal = self._refuse_tenant(tenant, requests) or self._refuse_queue(tokens, requests)
+        refusal = (
+            self._refuse_tenant(tenant, requests)
+            or self._refuse_queue(tokens, requests)
+            or self._refuse_race(tenant, requests)
+        )
         if refusal is not None:
             raise Refused(refusal)
         self._waiting += requests
         self._waiting_tokens += tokens
         self._live += requests
-        if tenant is not None:
-            self._account(tenant).live += requests
-            self._charge(tenant, prompt_tokens)
+        self._charge(tenant, prompt_tokens)
         return Ticket(self, tenant, tokens, requests)
 
     def _refuse_tenant(self, tenant: Tenant | None, requests: int) -> Refusal | None:
         if tenant is None:
             return None
-        account = self._account(tenant)
         most = tenant.max_concurrent
         if most is not None and requests > most:
             return _never(requests, f"the max_concurrent of tenant {tenant.name} is {most}", most)
-        if most is not None and account.live + requests > most:
-            account.refusals += 1
-            seconds = float(math.ceil(min(_PATIENCE, 1 + self._random() * account.refusals)))
-            message = f"tenant {tenant.name} has {account.live} requests at once and its max_concurrent is {most}"
-            return Refusal("tenant_limit", f"{message}: try again in {seconds:.0f} s", 429, seconds)
-        debt = account.debt(self._now)
+        live = self._accounts.live(tenant.name)
+        if most is not None and live + requests > most:
+            return self._at_limit(tenant, live)
+        debt = self._accounts.debt(tenant.name, self._now)
         if tenant.tokens_per_minute is not None and debt > 0:
             seconds = float(max(1, math.ceil(debt)))
             used = f"tenant {tenant.name} has used its tokens_per_minute, {tenant.tokens_per_minute}"
             return Refusal("tenant_rate", f"{used}: try again in {seconds:.0f} s", 429, seconds)
         return None
+
+    def _refuse_race(self, tenant: Tenant | None, requests: int) -> Refusal | None:
+        """Count the requests, and take them back if another process has admitted some in the same moment."""
+        if tenant is None:
+            return None
+        self._accounts.add(tenant.name, requests)
+        live = self._accounts.live(tenant.name)
+        if tenant.max_concurrent is None or live <= tenant.max_concurrent:
+            return None
+        self._accounts.add(tenant.name, -requests)
+        return self._at_limit(tenant, live - requests)
+
+    def _at_limit(self, tenant: Tenant, live: int) -> Refusal:
+        refusals = self._refusals[tenant.name] = self._refusals.get(tenant.name, 0) + 1
+        seconds = float(math.ceil(min(_PATIENCE, 1 + self._random() * refusals)))
+        message = f"tenant {tenant.name} has {live} requests at once and its max_concurrent is {tenant.max_concurrent}"
+        return Refusal("tenant_limit", f"{message}: try again in {seconds:.0f} s", 429, seconds)
 
     def _refuse_queue(self, tokens: int, requests: int) -> Refusal | None:
         if requests > self._max_waiting:
@@ -233,13 +231,10 @@ class Admission:
                 self._drain.idle(now - self._now)
             self._now = now
 
-    def _account(self, tenant: Tenant) -> _Account:
-        return self._accounts.setdefault(tenant.name, _Account())
-
     def _charge(self, tenant: Tenant | None, tokens: int) -> None:
         """Charge at the latest time known; where that is too early, the tenant gains a bucket at most."""
         if tenant is not None and tenant.tokens_per_minute is not None:
-            self._account(tenant).charge(tokens, tenant.tokens_per_minute, self._now)
+            self._accounts.charge(tenant.name, tokens, tenant.tokens_per_minute, self._now)
 
     def _leave_queue(self, ticket: Ticket, now: float) -> None:
         self._tell(now)
@@ -251,9 +246,8 @@ class Admission:
     def _leave(self, ticket: Ticket) -> None:
         self._live -= ticket.requests
         if ticket.tenant is not None:
-            account = self._account(ticket.tenant)
-            account.live -= ticket.requests
-            account.refusals = 0
+            self._accounts.add(ticket.tenant.name, -ticket.requests)
+            self._refusals.pop(ticket.tenant.name, None)
 
 
 def _never(requests: int, bound: str, most: int) -> Refusal:

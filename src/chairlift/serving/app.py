@@ -18,10 +18,10 @@ from chairlift.core.errors import RequestError
 from chairlift.openai.options import NAME
 from chairlift.openai.replies import new_id
 from chairlift.serving.body import BodyError
-from chairlift.serving.failures import Failure, from_request, invalid
+from chairlift.serving.failures import Failure, from_request, invalid, unavailable
 from chairlift.serving.keys import Tenant
 from chairlift.serving.routes import ROUTES, Access, Route
-from chairlift.serving.service import CLIENT_GONE, Call, Service, json_response
+from chairlift.serving.service import CLIENT_GONE, Call, EventStream, Service, json_response, send_reply
 
 log = logging.getLogger("chairlift")
 access_log = logging.getLogger("chairlift.access")
@@ -51,6 +51,7 @@ class App:
             response = self._preflight(http)
             if response is None:
                 route = self._find(scope)
+                self._check_room(route, scope)
                 call.tenant = self._authorize(route, http)
                 response = await route.endpoint(call)
         except ClientDisconnect:
@@ -64,7 +65,10 @@ class App:
             response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(names)
         self._allow_origin(http, response)
         try:
-            await response(scope, receive, send)
+            if isinstance(response, EventStream):
+                await response(scope, receive, send)
+            else:
+                await send_reply(call, response, send)
         finally:
             call.close()
             self._note(call, route, response.status_code, time.monotonic() - start, failure)
@@ -104,6 +108,15 @@ class App:
                 of_client = " The base URL of an OpenAI client ends with /v1" if meant.startswith("/v1/") else ""
                 return f"did you mean {meant}?{of_client}"
         return None
+
+    def _check_room(self, route: Route, scope: Any) -> None:
+        """Where every connection has a request, the few that are accepted beyond their number may ask for little."""
+        connection = scope.get("state", {}).get("connection")
+        if connection is not None and connection.is_extra and route.access is not Access.OPEN:
+            self.service.metrics.refused("connections")
+            failure = unavailable("the server has as many connections as it may: try again in a moment")
+            failure.more_headers["Connection"] = "close"
+            raise failure
 
     def _authorize(self, route: Route, http: HttpRequest) -> Tenant | None:
         keyring = self.service.keyring

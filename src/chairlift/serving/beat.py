@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from pathlib import Path
+
+from chairlift.serving.shared import nameless_file
 
 PATIENCE = 4.0  # seconds without a sign of life, at least, before an engine counts as stuck
 
@@ -16,11 +17,10 @@ class Beat:
     clock is the system's monotonic one, which all processes share.
     """
 
-    def __init__(self, path: Path) -> None:
-        if not path.exists():
-            path.write_bytes(array("d", [0.0, PATIENCE]).tobytes())
-        with path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 16)
+    def __init__(self, descriptor: int | None = None) -> None:
+        fresh = array("d", [0.0, PATIENCE]).tobytes()
+        self.descriptor = nameless_file(fresh) if descriptor is None else descriptor
+        memory = mmap.mmap(self.descriptor, 16)
         # Numbers that are stored whole. Not struct.pack_into: it clears its target first, and a process that looked
         # just then would see an engine that has been silent since the beginning of time.
         self._numbers = memoryview(memory).cast("d")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -13,12 +15,15 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from chairlift.core.errors import ChairliftError
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
 from chairlift.serving.messages import Batch, Broken, Explained, Hello, News, PrefixCacheReset, Stats, Unreadable
+from chairlift.serving.shared import private_folder
 
 log = logging.getLogger("chairlift")
 Told = Explained | PrefixCacheReset  # what answers a question
+_FIND_EVERY = 0.5  # seconds between two looks whether the socket's file is there
 _TURN = 0.005  # seconds of reading reports after which the streams are written that wait to be
 _ENDED = "the engine process has ended; it is being started again"
 
@@ -54,6 +59,7 @@ class EngineClient:
         self.broken: str | None = None  # why the engine could not start
         self.stats: Stats | None = None
         self._address = address
+        self._path = Path(address.removeprefix("ipc://"))
         self._beat = beat
         self._watcher = watcher
         self._listeners: dict[int, Listener] = {}
@@ -72,8 +78,9 @@ class EngineClient:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # the engine's side drops a reader that falls too far behind
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.bind(self._address)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._bind()
+        waiting = (self._receive(), self._watch(), self._stay_reachable())
+        self._tasks = [asyncio.create_task(each) for each in waiting]
 
     async def close(self) -> None:
         """End whatever waits; a second call changes nothing."""
@@ -85,6 +92,27 @@ class EngineClient:
         if tasks:
             self._socket.disable_monitor()
             self._socket.close()
+
+    def _bind(self) -> None:
+        private_folder(self._path.parent)
+        self._socket.bind(self._address)
+
+    async def _stay_reachable(self) -> None:
+        """Bind again when the socket's file is gone: the next engine could not find it.
+
+        Files in /tmp are removed by others, now and then. The engine that is connected notices nothing.
+        """
+        while True:
+            await asyncio.sleep(_FIND_EVERY)
+            if self._path.exists():
+                continue
+            log.warning("the socket %s was removed; it is made again", self._path)
+            try:
+                with contextlib.suppress(zmq.ZMQError):  # where an earlier try has come so far already
+                    self._socket.unbind(self._address)
+                self._bind()
+            except (OSError, ChairliftError, zmq.ZMQError) as error:
+                log.error("the socket %s cannot be made: %s", self._path, error)
 
     async def wait(self) -> None:
         """Until the engine comes, goes or says that it cannot start."""
@@ -201,7 +229,7 @@ class EngineClient:
                 continue
             match report:
                 case Batch(news, stats):
-                    if stats is not None:
+                    if stats is not None and self.hello is not None:  # an engine that was lost has been counted out
                         self.stats = stats
                         if self._watcher is not None:
                             self._watcher.engine(stats)
@@ -228,6 +256,7 @@ class EngineClient:
                     if self.hello is not None:  # the end of the engine before it has yet to be seen
                         self._stale_ends += 1
                         self._lose(_ENDED)
+                        self._tell(False)
                     self.hello, self.broken = report, None
                     self._tell(True)
                 case Broken(message):

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,7 +48,7 @@ class Job(msgspec.Struct, frozen=True):
     model: str
     settings: dict[str, Any]
     sockets: list[str]  # one for each HTTP process; the first also gets the statistics
-    beat: str
+    beat: int  # the descriptor of its memory
     parent: int  # the process without which it has no business
     progress: bool = False
 
@@ -124,7 +123,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, hello: Hello, job: Job, slowest_step: float) -> None:
         self._engine = engine
         self._hello = hello
-        self._beat = Beat(Path(job.beat))
+        self._beat = Beat(job.beat)
         self._patience = max(PATIENCE, 1.5 * slowest_step)
         self._parent = job.parent
         self._stats: Stats | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ from chairlift.core.request import FinishReason
 from chairlift.openai.chunks import Piece
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.admission import Ticket
+from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
 from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
@@ -23,9 +24,7 @@ from chairlift.serving.reply_jobs import AnswerPart, OutputPart, read_scores
 from chairlift.text.answer import best, readers_of
 from chairlift.text.tokenizer import Tokenizer
 
-BUFFER = 1 << 14  # tokens that may wait for a client that reads slowly, before its request is ended
-_SCORES = 1 << 18  # log-probabilities that may wait so: some 60 MB
-_SCORES_AT_ONCE = 1 << 12  # in one piece of a stream: the event loop writes them in some 20 ms
+_AT_ONCE = 64 << 10  # bytes of pieces that are written in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class Generation:
         answer = reader.answer
         if self._group.streams:
             choice = self._first_choice + news.index
-            scores = None if answer.logprobs is None else [answer.logprobs.pop()]
+            scores = None if answer.logprobs is None else [answer.logprobs.pop()]  # sent once, and kept no longer
             self._read_prompt_scores()
             self._group.push(Piece(choice, text, [news.token], scores, answer.finish_reason, answer.stop_reason))
         if all(each.has_ended() for each in self._readers):
@@ -238,7 +237,7 @@ class Generation:
         now, metrics = time.monotonic(), self.output.metrics
         self.output.finished, metrics.finished = True, now
         self._group.client.forget(self._key)
-        self._ticket.release(now)
+        self._ticket.started(now)
         first, started = metrics.first_token, metrics.started
         self._group.metrics.ended(
             reason,
@@ -251,6 +250,10 @@ class Generation:
         )
         self._group.wake()
 
+    def release(self) -> None:
+        """Give its place back: the client has the answer, or is gone."""
+        self._ticket.release(time.monotonic())
+
 
 @dataclass(slots=True, eq=False)
 class Answering:
@@ -262,12 +265,11 @@ class Answering:
     terms: Terms
     timeout: float | None
     streams: bool  # whether the client gets pieces
+    backlog: Backlog = field(default_factory=Backlog)
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None
-    _pending: list[Piece] = field(default_factory=list)
-    _waiting: int = 0  # tokens in them
-    _waiting_scores: int = 0
+    _pending: deque[Piece] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
@@ -301,7 +303,7 @@ class Answering:
             while True:
                 if self._pending:
                     yield merged(self._take())
-                    if self._pending:  # a client that takes all it is sent would keep the loop for itself
+                    if self._pending:  # a client that catches up must not hold up the others
                         await asyncio.sleep(0)
                 elif self.failure is not None:
                     raise self.failure
@@ -325,27 +327,24 @@ class Answering:
     def push(self, piece: Piece) -> None:
         """Keep a piece until the client is ready for it, within bounds."""
         self._pending.append(piece)
-        self._waiting += 1
-        if piece.logprobs is not None:
-            self._waiting_scores += _scores_of(piece)
-        if self._waiting > BUFFER or self._waiting_scores > _SCORES:
-            unread = f"{self._waiting} tokens" + (
-                f" with {self._waiting_scores} log-probabilities" if self._waiting_scores else ""
-            )
-            self.fail(Failure(f"the client left {unread} unread", 408, "timeout_error", "slow_reader"))
+        self.backlog.size += size_of(piece)
+        if self.backlog.is_full:
+            told = f"the client left {self.backlog.size:,} bytes unread: read faster, or ask for less"
+            self._drop()
+            self.fail(Failure(told, 408, "timeout_error", "slow_reader"))
         self.wake()
 
     def _take(self) -> list[Piece]:
-        """What waits for the client, or as much of it as is written at once."""
-        count = len(self._pending)
-        if self._waiting_scores > _SCORES_AT_ONCE:
-            sums = itertools.accumulate(map(_scores_of, self._pending))
-            count = 1 + sum(1 for _ in itertools.takewhile(lambda total: total <= _SCORES_AT_ONCE, sums))
-        taken, self._pending = self._pending[:count], self._pending[count:]
-        self._waiting = len(self._pending)
-        if self._waiting_scores:
-            self._waiting_scores -= sum(map(_scores_of, taken))
+        taken, size = [], 0
+        while self._pending and size < _AT_ONCE:
+            taken.append(self._pending.popleft())
+            size += size_of(taken[-1])
+        self.backlog.size -= size
         return taken
+
+    def _drop(self) -> None:
+        self.backlog.size -= sum(map(size_of, self._pending))
+        self._pending.clear()
 
     def fail(self, failure: Failure) -> None:
         """End all of it for one reason."""
@@ -358,13 +357,20 @@ class Answering:
         for generation in self.generations:
             generation.abort()
 
+    def close(self) -> None:
+        """End what still runs, and keep nothing of it: the client has it all, or is gone."""
+        self.abort()
+        self._drop()
+        self.release()
+
+    def release(self) -> None:
+        """Give back the places of its requests."""
+        for generation in self.generations:
+            generation.release()
+
     def wake(self) -> None:
         """There is news."""
         self._news.set()
-
-
-def _scores_of(piece: Piece) -> int:
-    return sum(map(len, piece.logprobs or ()))
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:

@@ -7,19 +7,23 @@ import contextlib
 import os
 import socket
 import sys
-from pathlib import Path
 
 import msgspec
 
 from chairlift.serving import logs
+from chairlift.serving.accounts import Accounts
 from chairlift.serving.beat import Beat
-from chairlift.serving.server import HttpProcess, Plan, read_keyring
+from chairlift.serving.keys import Keyring
+from chairlift.serving.server import HttpProcess, Inherited, Plan, tenants_of
+from chairlift.serving.shared import read_all
 
 
-async def serve(plan: Plan, worker: int, descriptor: int) -> None:
+async def serve(plan: Plan, worker: int, inherited: Inherited) -> None:
     """Wait for the engine, then serve until told to stop or until the first process is gone."""
-    keyring = read_keyring(plan)
-    process = HttpProcess(plan, worker, socket.socket(fileno=descriptor), Beat(Path(plan.folder) / "beat"), keyring)
+    keyring = msgspec.json.decode(read_all(inherited.keys), type=Keyring | None)
+    accounts = Accounts.shared(tenants_of(keyring), plan.workers, worker, inherited.accounts)
+    listener = socket.socket(fileno=inherited.listener)
+    process = HttpProcess(plan, worker, listener, Beat(inherited.beat), keyring, accounts)
     await process.client.open()
     watch = asyncio.create_task(_leave_with_parent(os.getppid()))
     while process.client.hello is None:
@@ -36,7 +40,6 @@ async def _leave_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    raw, number, fd = msgspec.json.decode(sys.argv[1])
-    chosen = msgspec.convert(raw, Plan)
+    chosen, number, descriptors = msgspec.json.decode(sys.argv[1], type=tuple[Plan, int, Inherited])
     logs.set_up(chosen.log_format, chosen.log_level)
-    asyncio.run(serve(chosen, number, fd))
+    asyncio.run(serve(chosen, number, descriptors))

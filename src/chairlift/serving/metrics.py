@@ -24,7 +24,18 @@ REASONS = ("stop", "length", "abort", "error")
 WAITS = ("seats", "blocks", "tokens", "gate")  # what the scheduler says of the first in line
 NOT_PLANNED = "next_step"  # and where it says nothing: they came after the last step was planned
 CHOICES = ("policy", "batching", "prefill", "preemption", "predictor")
-REFUSALS = ("queue_full", "long_wait", "tenant_limit", "tenant_rate", "draining", "engine_down", "invalid", "timeout")
+REFUSALS = (
+    "queue_full",
+    "long_wait",
+    "tenant_limit",
+    "tenant_rate",
+    "draining",
+    "engine_down",
+    "invalid",
+    "timeout",
+    "connections",
+)
+CLOSED = ("evicted", "no_head", "unread")  # connections
 
 # vLLM's edges. Ours are these and finer ones below, where a small model on a fast machine lives.
 _FIRST_TOKEN = (
@@ -148,7 +159,8 @@ class Metrics:
         self._ended = self._family("request_success", "Requests that have ended, by reason.", "finished_reason")
         self._refused = self._family("requests_refused", "Refused before the engine, by reason.", "reason")
         # A series that starts at 0 shows its first event in a rate; one that appears with it does not.
-        for family, reasons in ((self._ended, REASONS), (self._refused, REFUSALS)):
+        self._closed = self._family("connections_closed", "Connections closed for the client's silence.", "reason")
+        for family, reasons in ((self._ended, REASONS), (self._refused, REFUSALS), (self._closed, CLOSED)):
             for reason in reasons:
                 family.labels(model, reason)
 
@@ -247,6 +259,10 @@ class Metrics:
         """A request was refused before it reached the engine."""
         self._refused.labels(self._model, reason).inc()
 
+    def closed(self, reason: str) -> None:
+        """A connection was closed because its client kept the server waiting."""
+        self._closed.labels(self._model, reason).inc()
+
     # ---- the engine
 
     def engine(self, stats: Stats) -> None:
@@ -270,7 +286,7 @@ class Metrics:
             self._correlations.labels(self._model).set(nan if s.correlation is None else s.correlation)
         if s.service or self._service:
             self._serve(s.service)
-        counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)
+        counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)  # as _lose_engine takes them
         cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks, s.from_host, s.from_disk)
         totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache)
         if totals != self._totals:
@@ -298,16 +314,24 @@ class Metrics:
                 gauge.set(0)
             self._hold_up(0, "")
             self._serve({})
+            self._lose_engine()
         # Of several processes that all see it come back, the one that hears its statistics counts.
         if up and not self._up and self._has_been_up and (self._hears_engine or not self._is_shared):
             self._restarts.inc()
         self._up = up
         self._has_been_up |= up
 
+    def _lose_engine(self) -> None:
+        """Count the requests that ended with the engine as failed; the next engine counts from 0."""
+        if self._totals is not None:
+            submitted, *ends = self._totals[:5]
+            self._engine_counters[4].inc(submitted - sum(ends))
+            self._totals = (0,) * len(self._totals)
+
     def _count_up(self, totals: tuple[int, ...]) -> None:
+        if any(new < old for new, old in zip(totals, self._totals or totals, strict=True)):
+            self._lose_engine()  # another engine, whose coming was not told
         before = totals if self._totals is None else self._totals
-        if any(new < old for new, old in zip(totals, before, strict=True)):
-            before = (0,) * len(totals)  # another engine, which has counted from 0
         for counter, new, old in zip(self._engine_counters, totals, before, strict=True):
             if new > old:
                 counter.inc(new - old)

@@ -1,25 +1,27 @@
-"""A reply that is written in pieces: none of it is copied into one string, and a piece that is sent is freed."""
+"""Replies in pieces: none is copied into one string, and a piece that is sent is freed."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from starlette.responses import Response
 
+_SLICE = 64 << 10  # bytes of a reply that are written at a time
+
 
 class PiecesResponse(Response):
-    """JSON in pieces of bytes; each is written when the client has taken those before it."""
+    """JSON in pieces of bytes; `service.send_reply` writes each when the client has taken those before it."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         super().__init__(media_type="application/json")
-        self._pieces = deque(pieces)
-        self.headers["content-length"] = str(sum(map(len, self._pieces)))
+        self.pieces = deque(pieces)
+        self.headers["content-length"] = str(sum(map(len, self.pieces)))
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send it."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while self._pieces:
-            await send({"type": "http.response.body", "body": self._pieces.popleft(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+def pieces_of(response: Response) -> deque[bytes]:
+    """Return a reply's body in pieces."""
+    if isinstance(response, PiecesResponse):
+        return response.pieces
+    body = bytes(response.body)
+    return deque(body[start : start + _SLICE] for start in range(0, len(body), _SLICE))

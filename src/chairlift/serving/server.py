@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -29,16 +28,20 @@ from chairlift.engine.garbage import freeze_loaded
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.sources import resolve
 from chairlift.serving import logs
+from chairlift.serving.accounts import Accounts
 from chairlift.serving.admission import Admission
 from chairlift.serving.app import App
 from chairlift.serving.asking import Reader
 from chairlift.serving.beat import Beat
+from chairlift.serving.connection import Connection
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.engine_process import Job
 from chairlift.serving.keys import Keyring
+from chairlift.serving.listening import Acceptor, Connections, allow_files, most_connections
 from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
+from chairlift.serving.shared import nameless_file
 from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.text_pool import TextPool
 from chairlift.serving.traces import Traces
@@ -46,9 +49,7 @@ from chairlift.vocabulary import read_tokenizer
 
 log = logging.getLogger("chairlift")
 
-_HEADERS = 64 << 10  # bytes of a request's head
 WAITING_TOKENS = 1 << 20  # prompt tokens; a waiting one takes some 70 bytes in both processes together
-_FILES = 1 << 16  # that may be open: a connection for each request that waits or runs, and some for everything else
 _LAG_EVERY = 0.5  # seconds between two looks at the event loop's lag
 
 
@@ -110,16 +111,17 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
         if plan.workers > 1:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "metrics")
             (folder / "metrics").mkdir()
-        beat = Beat(folder / "beat")
+        beat = Beat()
         sockets = [plan.socket_of(worker) for worker in range(plan.workers)]
-        job = Job(plan.model, plan.settings, sockets, str(folder / "beat"), os.getpid(), progress=sys.stderr.isatty())
+        job = Job(plan.model, plan.settings, sockets, beat.descriptor, os.getpid(), progress=sys.stderr.isatty())
         supervisor = Supervisor(job, beat, plan.engine_command)
-        process = HttpProcess(plan, 0, listener, beat, keyring)
+        accounts = Accounts() if plan.workers == 1 else Accounts.shared(tenants_of(keyring), plan.workers)
+        process = HttpProcess(plan, 0, listener, beat, keyring, accounts)
         await process.client.open()
         supervisor.start()
         try:
             await first_hello(process.client, supervisor)
-            helpers = Helpers(plan, listener.fileno())
+            helpers = Helpers(plan, listener.fileno(), beat, keyring, accounts)
             for warning in process.defaults.warnings:
                 say(f"warning: {warning}")
             say(banner(plan, process.client.hello, process.defaults, has_keys=keyring is not None))
@@ -146,6 +148,11 @@ async def first_hello(client: EngineClient, supervisor: Supervisor) -> None:
 def read_keyring(plan: Plan) -> Keyring | None:
     """The keys that open this server; None: it is open to all."""
     return Keyring.read(Path(plan.keys) if plan.keys else None, os.environ, plan.key_digest)
+
+
+def tenants_of(keyring: Keyring | None) -> list[str]:
+    """Return the tenants' names, in an order that is the same in every process."""
+    return sorted({entry.tenant.name for entry in keyring.entries}) if keyring else []
 
 
 def banner(plan: Plan, hello: Hello | None, defaults: SamplingDefaults, *, has_keys: bool) -> str:
@@ -188,10 +195,19 @@ def choices(scheduling: SchedulingSettings) -> str:
 class HttpProcess:
     """One process's HTTP side: its line to the engine, the app and uvicorn."""
 
-    def __init__(self, plan: Plan, number: int, listener: socket.socket, beat: Beat, keyring: Keyring | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        number: int,
+        listener: socket.socket,
+        beat: Beat,
+        keyring: Keyring | None,
+        accounts: Accounts,
+    ) -> None:
         self._plan = plan
         self._listener = listener
         self._keyring = keyring
+        self._accounts = accounts
         self._metrics = Metrics(plan.name, compat=plan.metrics_compat, scheduling=plan.scheduling)
         self.client = EngineClient(plan.socket_of(number), beat, self._metrics)
         self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
@@ -205,11 +221,12 @@ class HttpProcess:
     def _service(self, hello: Hello) -> Service:
         plan = self._plan
         tokens = plan.max_waiting_tokens or max(WAITING_TOKENS, hello.kv_tokens)
-        # Each HTTP process admits its part: they do not know of each other.
+        # Each HTTP process admits its part of the queue; what tenants have in use they count together.
         admission = Admission(
             max(1, plan.max_waiting // plan.workers),
             max(1, tokens // plan.workers),
             plan.max_wait,
+            accounts=self._accounts,
             is_busy=lambda: self.client.is_busy,
         )
         return Service(
@@ -230,8 +247,7 @@ class HttpProcess:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="h11",  # its bound on a request's head is one we rely on
-            h11_max_incomplete_event_size=_HEADERS,
+            http=Connection,
             ws="none",
             server_header=False,
             timeout_keep_alive=30,
@@ -239,7 +255,14 @@ class HttpProcess:
             ssl_certfile=self._plan.certificate,
             ssl_keyfile=self._plan.private_key,
         )
+        config.load()
         return _Server(config)
+
+    def _acceptor(self, server: _Server, connections: Connections) -> Acceptor:
+        def make() -> Connection:
+            return Connection(connections, config=server.config, server_state=server.server_state, app_state={})
+
+        return Acceptor(self._listener, connections, make, server.config.ssl)
 
     async def run(self, on_signal: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT; then finish what runs, within the grace time. A second signal ends it now."""
@@ -259,20 +282,24 @@ class HttpProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         freeze_loaded()  # or now and then a collection would stop every stream for a quarter of a second
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        lag = asyncio.create_task(self._watch_lag())
+        connections = Connections(most_connections(), self._metrics.closed)
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        acceptor = self._acceptor(server, connections)
+        watching = [asyncio.create_task(self._watch_lag()), asyncio.create_task(connections.watch())]
         await stopping.wait()
         log.info("draining: %d requests are under way, new ones are refused", self.client.live)
         end = time.monotonic() + self._plan.grace
-        while self.client.live and time.monotonic() < end and not server.should_exit:
+        while not (connections.is_quiet or server.should_exit) and time.monotonic() < end:
             await asyncio.sleep(0.05)
         if self.client.live:
             log.warning("%d requests were not done in time and are ended", self.client.live)
         await self.client.close()
+        acceptor.close()
         server.should_exit = True
         await serving
         await self._texts.close()
-        lag.cancel()
+        for task in watching:
+            task.cancel()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
 
@@ -293,19 +320,35 @@ class _Server(uvicorn.Server):
         yield
 
 
+class Inherited(msgspec.Struct, frozen=True):
+    """Descriptors that a further HTTP process has from the first."""
+
+    listener: int
+    beat: int
+    keys: int  # of the Keyring in JSON, or null: all processes have the same, even if the key file changes
+    accounts: int
+
+
 class Helpers:
     """Further HTTP processes on the same listening socket."""
 
-    def __init__(self, plan: Plan, descriptor: int) -> None:
+    def __init__(self, plan: Plan, listener: int, beat: Beat, keyring: Keyring | None, accounts: Accounts) -> None:
         self._plan = plan
-        self._descriptor = descriptor
+        self._accounts = accounts
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        if plan.workers == 1:
+            self._task = None
+            return
+        assert accounts.descriptor is not None
+        keys = nameless_file(msgspec.json.encode(keyring))
+        self._inherited = Inherited(listener, beat.descriptor, keys, accounts.descriptor)
         self._processes = {worker: self._start(worker) for worker in range(1, plan.workers)}
-        self._task = asyncio.create_task(self._watch()) if self._processes else None
+        self._task = asyncio.create_task(self._watch())
 
     def _start(self, worker: int) -> subprocess.Popen[bytes]:
-        said = msgspec.json.encode([msgspec.to_builtins(self._plan), worker, self._descriptor]).decode()
+        said = msgspec.json.encode([self._plan, worker, self._inherited]).decode()
         command = [sys.executable, "-m", "chairlift.serving.http_process", said]
-        return subprocess.Popen(command, pass_fds=[self._descriptor], start_new_session=True)
+        return subprocess.Popen(command, pass_fds=msgspec.structs.astuple(self._inherited), start_new_session=True)
 
     async def _watch(self) -> None:
         while True:
@@ -313,7 +356,12 @@ class Helpers:
             for worker, process in self._processes.items():
                 if process.poll() is not None:
                     log.error("HTTP process %d ended with code %s; it is started again", worker, process.returncode)
-                    self._processes[worker] = self._start(worker)
+                    self._accounts.clear(worker)
+                    try:
+                        (Path(self._plan.folder) / "metrics").mkdir(parents=True, exist_ok=True)
+                        self._processes[worker] = self._start(worker)
+                    except OSError as error:  # the next look tries again
+                        log.error("HTTP process %d cannot be started: %s", worker, error)
 
     def drain(self) -> None:
         """Tell them all to finish; told twice, they end at once."""
@@ -359,14 +407,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def allow_connections() -> None:
-    """Raise this process's limit of open files: the usual 1,024 are too few for a queue of thousands."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 @contextlib.contextmanager
 def runtime_folder() -> Iterator[Path]:
     """A private folder for sockets, gone afterwards. Its path is short: a socket's name may have some 100 bytes."""
@@ -380,5 +420,5 @@ def runtime_folder() -> Iterator[Path]:
 def run(plan: Plan, say: Callable[[str], None]) -> int:
     """The server, from a plain function."""
     logs.set_up(plan.log_format, plan.log_level)
-    allow_connections()
+    allow_files()
     return asyncio.run(serve(plan, say))

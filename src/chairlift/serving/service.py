@@ -21,6 +21,7 @@ from chairlift.openai.replies import usage
 from chairlift.outputs import RequestOutput
 from chairlift.serving.admission import Admission, Refused, Ticket
 from chairlift.serving.asking import Reader
+from chairlift.serving.backlog import Backlog
 from chairlift.serving.body import read_object
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
@@ -28,7 +29,7 @@ from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
-from chairlift.serving.pieces_response import PiecesResponse
+from chairlift.serving.pieces_response import PiecesResponse, pieces_of
 from chairlift.serving.reply_jobs import Reply
 from chairlift.serving.scores import ScoreBudget, count_scores, with_room
 from chairlift.serving.text_jobs import Job
@@ -37,9 +38,11 @@ from chairlift.serving.traces import Traces
 log = logging.getLogger("chairlift")
 Message = MutableMapping[str, Any]
 T = TypeVar("T")
+Send = Callable[[Message], Awaitable[None]]
 _LARGE_BODY = 20_000  # bytes of JSON that take long enough to read that the event loop must not wait for it
 _ITEMS = 400_000  # members of all lists and objects in a body: a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
+_BODIES = 256 << 20  # bytes of all bodies that are being received or read, until their requests are admitted
 _DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499  # nobody reads it; it is what logs and metrics show
 
@@ -60,6 +63,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     scores: ScoreBudget = field(default_factory=ScoreBudget)
+    held_bytes: int = 0  # of bodies whose requests are not admitted yet
 
     @property
     def hello(self) -> Hello:
@@ -86,6 +90,22 @@ class Call:
     ignored: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)  # of the engine, for traces
     scores: int = 0  # log-probabilities that its reply may have, until it is closed
+    answering: Answering | None = None
+    _held: int = 0  # bytes of its body, while they count
+
+    @property
+    def backlog(self) -> Backlog:
+        """What its client has not read yet."""
+        connection = self.http.scope.get("state", {}).get("connection")
+        return Backlog() if connection is None else connection.backlog
+
+    def close(self) -> None:
+        """Give back whatever it still holds."""
+        self._hold(-self._held)
+        self.service.scores.release(self.scores)
+        self.scores = 0
+        if self.answering is not None:
+            self.answering.close()
 
     async def body(self) -> dict[str, Any]:
         """The JSON object that came with it, within bounds."""
@@ -99,8 +119,12 @@ class Call:
             async with asyncio.timeout(_BODY_SECONDS):
                 async for part in self.http.stream():
                     raw += part
+                    self._hold(len(part))
                     if len(raw) > most:
                         raise too_large
+                    if self.service.held_bytes > _BODIES:
+                        told = f"the server is reading {self.service.held_bytes:,} bytes of requests: try again in 1 s"
+                        raise Failure(told, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
@@ -127,10 +151,9 @@ class Call:
         assert isinstance(pieces, list)
         return PiecesResponse(pieces)
 
-    def close(self) -> None:
-        """The reply has been sent, or will never be."""
-        self.service.scores.release(self.scores)
-        self.scores = 0
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self.service.held_bytes += size
 
     # ---- generating
 
@@ -140,8 +163,11 @@ class Call:
         options, asked = await self._read(chat=chat)  # the body itself is not kept while the request waits
         timeout = options.timeout if options.timeout is not None else service.timeout
         terms = self._terms(options, "chat" if chat else "completions")
-        answering = Answering(service.client, service.metrics, service.reader.tokenizer, terms, timeout, options.stream)
+        tokenizer, backlog = service.reader.tokenizer, self.backlog
+        answering = Answering(service.client, service.metrics, tokenizer, terms, timeout, options.stream, backlog)
+        self.answering = answering
         answering.start(asked, self._admit)
+        self._hold(-self._held)  # from now on they count in admission
         self.outputs = answering.outputs
         if answering.failure is not None:  # the engine has ended since: a stream, too, can still have its own status
             raise answering.failure
@@ -260,9 +286,9 @@ class EventStream(Response):
         finally:
             for task in (gone, writing):
                 task.cancel()
-            self._answering.abort()
+            self._answering.close()
 
-    async def _write(self, send: Callable[[Message], Awaitable[None]]) -> None:
+    async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events():
@@ -270,6 +296,8 @@ class EventStream(Response):
         except Failure as failure:
             log.warning("request failed in mid-stream: %s", failure, extra={"request_id": self._id})
             await send({"type": "http.response.body", "body": sse(failure.body), "more_body": True})
+        await until_read(send)
+        self._answering.release()
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -304,6 +332,26 @@ async def until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
     """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def until_read(send: Send) -> None:
+    """Return when the client has read all but what its socket's buffer holds: a send of nothing waits for that."""
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
+
+
+async def send_reply(call: Call, response: Response, send: Send) -> None:
+    """Send a whole reply in pieces; until all but the last are read, its request counts as one that runs."""
+    pieces, backlog = pieces_of(response), call.backlog
+    backlog.size += sum(map(len, pieces))
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    while len(pieces) > 1:
+        await send({"type": "http.response.body", "body": pieces[0], "more_body": True})
+        backlog.size -= len(pieces.popleft())
+        await until_read(send)
+    last = pieces.popleft() if pieces else b""
+    backlog.size -= len(last)
+    call.close()
+    await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def check_model(asked: object, ours: str) -> None:

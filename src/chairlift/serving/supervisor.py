@@ -33,6 +33,7 @@ class Supervisor:
         self._job = job
         self._beat = beat
         self._command = command or ENGINE
+        self._wait, self._begun, self._has_beaten = FIRST_WAIT, time.monotonic(), False
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -67,7 +68,13 @@ class Supervisor:
     def _launch(self) -> None:
         # A session of its own: a terminal's Ctrl-C is for us, and we end it in order.
         job = msgspec.json.encode(self._job).decode()
-        self._process = subprocess.Popen([*self._command, job], start_new_session=True, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [*self._command, job],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[self._beat.descriptor],
+        )
+        self._begun, self._has_beaten = time.monotonic(), False
 
     def _kill(self) -> None:
         assert self._process is not None
@@ -75,23 +82,30 @@ class Supervisor:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _watch(self) -> None:
-        wait, begun, has_beaten = FIRST_WAIT, time.monotonic(), False
+        """Look after the engine for ever: no error may end this, or a dead engine would stay dead."""
         while True:
             await asyncio.sleep(_LOOK)
-            assert self._process is not None
-            now = time.monotonic()
-            code = self._process.poll()
-            if code is None:
-                # While it loads its model it has no beat, and takes as long as it takes.
-                silence = self._beat.silence(now)
-                has_beaten = has_beaten or silence < now - begun
-                if has_beaten and silence > _GIVEN_UP * self._beat.patience:
-                    log.error("the engine has been silent for %.1f s and is killed", silence)
-                    self._kill()
-                continue
-            wait = FIRST_WAIT if now - begun > _LASTED else wait
-            log.error("the engine process ended with code %s; it is started again in %.1f s", code, wait)
-            await asyncio.sleep(wait)
-            wait, begun, has_beaten = min(LONGEST_WAIT, 2 * wait), time.monotonic(), False
-            self.restarts += 1
-            self._launch()
+            try:
+                await self._look()
+            except Exception as error:
+                log.error("the engine process could not be looked after: %s", error)
+                await asyncio.sleep(self._wait)
+
+    async def _look(self) -> None:
+        assert self._process is not None
+        now = time.monotonic()
+        code = self._process.poll()
+        if code is None:
+            # While it loads its model it has no beat, and takes as long as it takes.
+            silence = self._beat.silence(now)
+            self._has_beaten = self._has_beaten or silence < now - self._begun
+            if self._has_beaten and silence > _GIVEN_UP * self._beat.patience:
+                log.error("the engine has been silent for %.1f s and is killed", silence)
+                self._kill()
+            return
+        self._wait = FIRST_WAIT if now - self._begun > _LASTED else self._wait
+        log.error("the engine process ended with code %s; it is started again in %.1f s", code, self._wait)
+        await asyncio.sleep(self._wait)
+        self._wait = min(LONGEST_WAIT, 2 * self._wait)
+        self._launch()
+        self.restarts += 1
