@@ -23,6 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 24},
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {"head_dim": 32, "tie_word_embeddings": True},
+    "Gemma2ForCausalLM": {"sliding_window": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0},
+    "Gemma3ForCausalLM": {"sliding_window": 24, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
+    "Phi3ForCausalLM": {"bos_token_id": 0, "pad_token_id": 0, "partial_rotary_factor": 0.75},
 }
 
 
@@ -42,8 +45,10 @@ def test_greedy_float32_equals_transformers(
 ) -> None:
     import transformers
 
-    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, **config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    folder = make_tiny_model(tmp_path, architecture, tokenizer=False, spread_norms=True, **config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).cuda()
     expected = []
     for prompt in prompts():
         ids = torch.tensor([prompt]).cuda()
