@@ -195,7 +195,7 @@ def _take(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
     if TOP:
         scores = scores * key_scale[None, :]
-    if CAP:
+    if CAP > 0:
         scores = capped(scores, CAP)
     if MASKED:
         seen = (position[None, :] <= place[:, None]) & is_key[None, :]

@@ -276,7 +276,7 @@ def _pass_over(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
         if TOP:
             scores = scores * key_scale[None, :]
-        if CAP:
+        if CAP > 0:
             scores = capped(scores, CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         top = tl.maximum(peak, tl.max(scores, 1))

@@ -128,7 +128,7 @@ def _gate(y_at, out_at, width, COUNT: tl.constexpr, LINEAR: tl.constexpr, CUBIC:
 @triton.jit
 def gated(gate, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
     """The activation of a gate in float32: SiLU, or with CUBIC the tanh version of GELU."""
-    slope = LINEAR + CUBIC * gate * gate if CUBIC else LINEAR
+    slope = LINEAR + CUBIC * gate * gate if CUBIC > 0 else LINEAR
     return gate / (1.0 + tl.exp(-gate * slope))
 
 
