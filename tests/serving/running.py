@@ -72,13 +72,20 @@ class Running:
         return self.child("engine_process", "fake_engine")
 
     def child(self, *names: str) -> int:
-        """The child process whose command line has one of the names; `-ww`, or a long path would hide it."""
+        """The child process whose command line has one of the names."""
+        found = self._children(names)
+        assert found, f"there is no process {names}"
+        return found[0]
+
+    def has_child(self, *names: str) -> bool:
+        return bool(self._children(names))
+
+    def _children(self, names: tuple[str, ...]) -> list[int]:
+        # `-ww`, or a long path would hide it.
         listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
-        for line in listed.stdout.splitlines():
-            pid, parent, args = line.split(None, 2)
-            if int(parent) == self.process.pid and any(name in args for name in names):
-                return int(pid)
-        raise AssertionError(f"there is no process {names}")
+        lines = [line.split(None, 2) for line in listed.stdout.splitlines()]
+        mine = [(pid, args) for pid, parent, args in lines if int(parent) == self.process.pid]
+        return [int(pid) for pid, args in mine if any(name in args for name in names)]
 
     def wait_until(self, condition: Any, seconds: float = 20.0) -> float:
         """Seconds until something holds; an error if it never does."""
@@ -107,18 +114,33 @@ def keys_file(folder: Path, **tenants: str) -> str:
     return str(file)
 
 
+# The command line has no flags for these, and needs none.
+_START = """
+import importlib, json, resource, sys
+for name, value in json.loads(sys.argv.pop(1)).items():
+    module, constant = name.rsplit(".", 1)
+    module = importlib.import_module(module)
+    assert hasattr(module, constant), name
+    setattr(module, constant, value)
+if files := json.loads(sys.argv.pop(1)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+from chairlift.cli import main
+main()
+"""
+
+
 @contextmanager
 def running(
-    model: Path | str, *flags: str, fake: bool = False, environment: dict[str, str] | None = None
+    model: Path | str,
+    *flags: str,
+    fake: bool = False,
+    environment: dict[str, str] | None = None,
+    constants: dict[str, Any] | None = None,
+    open_files: int | None = None,
 ) -> Iterator[Running]:
-    """A server for a model; with `fake`, its engine only pretends."""
-    start = "from chairlift.cli import main; main()"
-    if fake:  # the command line has no flag for this, and needs none
-        start = (
-            "import json, sys, chairlift.serving.supervisor as s; s.ENGINE = json.loads(sys.argv.pop(1)); "
-            "from chairlift.cli import main; main()"
-        )
-    command = [sys.executable, "-c", start, *([json.dumps(FAKE)] if fake else [])]
+    """A server for a model; with `fake`, its engine only pretends. `constants` of its first process may be changed."""
+    changed = {**({"chairlift.serving.supervisor.ENGINE": FAKE} if fake else {}), **(constants or {})}
+    command = [sys.executable, "-c", _START, json.dumps(changed), json.dumps(open_files)]
     with tempfile.NamedTemporaryFile("w+", prefix="chairlift-log-") as log:
         process = subprocess.Popen(
             [*command, "serve", str(model), "--port", "0", *flags],

@@ -113,7 +113,7 @@ def test_an_order_that_the_engine_cannot_decode_fails_its_own_request_alone(tmp_
 
 
 def test_an_engine_process_tells_the_sender_of_an_order_that_it_cannot_decode(tmp_path: Path) -> None:
-    from chairlift.serving.engine_process import Link
+    from chairlift.serving.link import Link
 
     context: zmq.Context[Any] = zmq.Context()
     server = context.socket(zmq.DEALER)

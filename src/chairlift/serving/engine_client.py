@@ -24,6 +24,7 @@ from chairlift.serving.shared import private_folder
 log = logging.getLogger("chairlift")
 Told = Explained | PrefixCacheReset  # what answers a question
 _FIND_EVERY = 0.5  # seconds between two looks whether the socket's file is there
+_TELL_EVERY = 256 << 10  # bytes read between two words to the engine about it
 _TURN = 0.005  # seconds of reading reports after which the streams are written that wait to be
 _ENDED = "the engine process has ended; it is being started again"
 
@@ -66,6 +67,7 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Told | None]] = {}
         self._next = secrets.randbits(40)  # news for an earlier process on this socket must not find a listener here
         self._stale_ends = 0  # disconnections still to be read of engines that another has replaced already
+        self._read = self._told = 0  # bytes of reports, and how many the engine knows of
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -219,6 +221,7 @@ class EngineClient:
             raw = await report_comes
             if has_waited:
                 resumed = time.monotonic()
+            self._count(len(raw))
             try:
                 report = messages.decode_report(raw)
             except msgspec.DecodeError as error:
@@ -258,10 +261,18 @@ class EngineClient:
                         self._lose(_ENDED)
                         self._tell(False)
                     self.hello, self.broken = report, None
+                    self._read = self._told = len(raw)
                     self._tell(True)
                 case Broken(message):
                     self.broken = message
                     self._tell(False)
+
+    def _count(self, size: int) -> None:
+        """Tell the engine now and then how much has been read: it waits for processes that are far behind."""
+        self._read += size
+        if self._read - self._told > _TELL_EVERY:
+            self._told = self._read
+            self._send(messages.Read(self._read))
 
     async def _watch(self) -> None:
         while True:

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
@@ -31,6 +30,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
+from chairlift.serving.link import Link
 from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores, Scored, Stats, Submit
 
 log = logging.getLogger("chairlift")
@@ -38,8 +38,7 @@ log = logging.getLogger("chairlift")
 FAULT = 4  # exit code of an engine whose device fails
 _COLLECT_EVERY = 600.0  # seconds after which a full garbage collection is due even if requests run
 IDLE_MS = 400  # an idle engine shows itself alive this often
-_PART = 4096  # news in one message
-_BACKLOG = 100_000  # messages that an HTTP process may leave unread before its requests are ended
+_READERS_MS = 20  # between two looks whether HTTP processes that are behind have caught up
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -51,70 +50,6 @@ class Job(msgspec.Struct, frozen=True):
     beat: int  # the descriptor of its memory
     parent: int  # the process without which it has no business
     progress: bool = False
-
-
-class Link:
-    """The socket to one HTTP process, and the requests that came through it."""
-
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
-        self.keys: dict[int, str] = {}  # their numbers for requests, and ours
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a process that is gone
-        self._socket.setsockopt(zmq.SNDHWM, _BACKLOG)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # what may be under way is bounded by admission, before it gets here
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
-
-    def register(self, poller: zmq.Poller) -> None:
-        """Have a poller wake for it."""
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-
-    def changes(self) -> list[bool]:
-        """Whether the other side came (True) or went (False), since the last call."""
-        found = []
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            found.append(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        return found
-
-    def receive(self) -> list[messages.Order]:
-        """All orders that have come."""
-        orders: list[messages.Order] = []
-        while True:
-            try:
-                raw = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return orders
-            try:
-                orders.append(messages.decode_order(raw))
-            except msgspec.DecodeError as error:
-                log.error("an order could not be decoded: %s", error)
-                if (key := messages.key_of(raw)) is not None:
-                    self.send(messages.Unreadable(key, f"the engine could not decode the request: {error}"))
-
-    def tell(self, news: list[News], stats: Stats | None) -> bool:
-        """A step's news, in messages of bounded size: beams come with all their tokens at once."""
-        parts = [news[start : start + _PART] for start in range(0, len(news), _PART)] or [[]]
-        told = [self.send(Batch(part)) for part in parts[:-1]]
-        return all(told) and self.send(Batch(parts[-1], stats))
-
-    def send(self, report: messages.Report) -> bool:
-        """Send without waiting; False if the other side does not read."""
-        try:
-            self._socket.send(messages.encode(report), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close the socket once what was sent has left, or after a second."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=1000)
 
 
 class EngineLoop:
@@ -152,6 +87,7 @@ class EngineLoop:
             self._take_orders()
             self._answer_questions()
             if self._engine.has_work:
+                self._wait_for_readers()
                 before = clock.now()
                 outcome = self._engine.step()
                 took = clock.now() - before
@@ -167,6 +103,13 @@ class EngineLoop:
         for link in self._links:
             link.close()
         self._context.term()
+
+    def _wait_for_readers(self) -> None:
+        """Make no step while an HTTP process that reads is far behind: its unread news would fill the memory."""
+        while any(link.is_behind(self._engine.clock.now()) for link in self._links):
+            self._beat.touch(self._engine.clock.now(), self._patience)
+            self._poller.poll(_READERS_MS)
+            self._take_orders()
 
     def _collect_garbage(self, now: float) -> None:
         """Make a full collection, once after each time that requests have run; the next is of what is new since."""
@@ -184,6 +127,7 @@ class EngineLoop:
         for number, link in enumerate(self._links):
             for is_here in link.changes():
                 if is_here:
+                    link.begin()
                     link.send(self._hello)
                     self._stats = None
                 else:
@@ -200,6 +144,8 @@ class EngineLoop:
                             self._engine.stop_answer(link.keys[key], index)
                             if not self._engine.scheduler.is_live(link.keys[key]):
                                 del link.keys[key]
+                    case messages.Read(total):
+                        link.has_read(total, self._engine.clock.now())
                     case messages.Explain():
                         self._questions.append((link, order))
                     case messages.ResetPrefixCache(question):
@@ -246,12 +192,17 @@ class EngineLoop:
             if key in self._links[number].keys:  # else it was aborted, and nobody waits for its last event
                 news[number].append(as_news(key, event))
         stats = self._measure(took)
+        told: Stats | None = stats
         for number, link in enumerate(self._links):
             fresh = stats if number == 0 and (took or stats != self._stats) else None
-            if (news[number] or fresh is not None) and not link.tell(news[number], fresh) and link.keys:
+            if not (news[number] or fresh is not None) or link.tell(news[number], fresh):
+                continue
+            told = None if number == 0 else told  # to be told again
+            if link.keys:
                 log.error("an HTTP process does not read its news: its %d requests are ended", len(link.keys))
+                link.owe_end()
                 self._leave(link)
-        self._stats = stats
+        self._stats = told
         for event in outcome.events:
             if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
                 number, key = address_of(event.sequence.request)

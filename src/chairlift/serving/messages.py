@@ -90,7 +90,13 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=5):
     question: Key
 
 
-Order = Submit | Abort | Stop | Explain | ResetPrefixCache
+class Read(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """So many bytes of reports have been read, in all, of the engine that is connected."""
+
+    total: Annotated[int, Meta(ge=0)]
+
+
+Order = Submit | Abort | Stop | Explain | ResetPrefixCache | Read
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
