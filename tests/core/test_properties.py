@@ -1,8 +1,10 @@
-"""The core under random load: over a million events, with every promise checked after each (see world.py).
+"""The core under random load, with every promise checked after each event and every block after each step (world.py).
 
-Two drivers share one world. The walk is fast: Hypothesis picks the world and a seed, and a plain loop does the rest, so
-that a run goes through a million events. The state machine is slow, but Hypothesis picks each of its moves, so what it
-finds it also makes small.
+Two drivers share one world. The walk is fast: Hypothesis picks the world and a seed, and a plain loop does the rest.
+The state machine is slow, but Hypothesis picks each of its moves, so what it finds it also makes small.
+
+A usual run goes through some hundred thousand events, with those of test_policies; `pytest -m long tests/core` through
+two million.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from world import Shape, World
 
-WALKS = 300
-EVENTS_A_WALK = 1750  # for each of the two modes: 2 x 300 x 1750 > 1,000,000
-MILLION = 1_000_000
+EVENTS_A_WALK = 600
+SIZES = pytest.mark.parametrize("size", [1, pytest.param(16, marks=pytest.mark.long)], ids=["some", "many"])
+WALKS = 54  # of each size and mode: 2 x 16 x 54 x 600 > 1,000,000
+TROUBLE = (0.0, 0.02, 0.1, 0.25)  # how often somebody leaves or something breaks
 QUIET = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
 
 
@@ -59,7 +62,7 @@ def walk(shape: Shape, seed: int, events: int) -> World:
     world = World(shape, beams=random.random() < 0.3)
     crowd = random.randint(1, 3 * shape.seats)  # how many requests may be in the world
     haste = random.random()  # how fast newcomers come
-    trouble = random.choice((0.0, 0.0, 0.02, 0.2))  # how often somebody leaves or something breaks
+    trouble = random.choice(TROUBLE)  # how often somebody leaves or something breaks
     eos = random.choice((0, 1, 4))
     while world.events < events:
         chance = random.random()
@@ -119,19 +122,20 @@ def words(world: World, random: Random, count: int) -> list[int]:
 
 
 def cause_trouble(world: World, random: Random) -> None:
-    kind = random.randrange(4)
+    kind = random.randrange(5)
     if kind == 0 and world.speaking:
         world.stop(random.choice(list(world.speaking)))
-    elif kind == 1:
-        world.break_next(at_submit=random.random() < 0.5)
+    elif kind in (1, 2):
+        world.break_next(at_submit=random.random() < 0.3)
     else:
         # Any request that ever came: most have ended, which must be no error.
         known = [*world.live, f"r{random.randint(0, world.submitted)}"]
         world.abort(random.choice(known))
 
 
+@SIZES
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
-def test_half_a_million_random_events_break_no_promise(overlap: bool, record_property: pytest.RecordProperty) -> None:
+def test_random_events_break_no_promise(overlap: bool, size: int, record_property: pytest.RecordProperty) -> None:
     seen = dict.fromkeys(
         (
             "events",
@@ -148,7 +152,7 @@ def test_half_a_million_random_events_break_no_promise(overlap: bool, record_pro
         0,
     )
 
-    @settings(QUIET, max_examples=WALKS)
+    @settings(QUIET, max_examples=size * WALKS)
     @given(shape=shapes(overlap), seed=st.integers(0, 2**64 - 1))
     def go(shape: Shape, seed: int) -> None:
         world = walk(shape, seed, EVENTS_A_WALK)
@@ -167,9 +171,9 @@ def test_half_a_million_random_events_break_no_promise(overlap: bool, record_pro
 
     go()
     record_property("core events", seen["events"])
-    assert seen["events"] >= MILLION // 2
-    # All that is meant to be tested did happen, and often.
-    assert min(seen.values()) > 200, str(seen)
+    assert seen["events"] >= size * WALKS * EVENTS_A_WALK
+    # All that is meant to be tested did happen, and often; a few walks may miss what is rare.
+    assert size == 1 or min(seen.values()) > 200, str(seen)
 
 
 class Life(RuleBasedStateMachine):
@@ -215,14 +219,15 @@ class Life(RuleBasedStateMachine):
         Life.events += self.world.events
 
 
-def test_no_life_of_moves_chosen_one_by_one_breaks_a_promise(record_property: pytest.RecordProperty) -> None:
+@SIZES
+def test_no_life_of_moves_chosen_one_by_one_breaks_a_promise(size: int, record_property: pytest.RecordProperty) -> None:
     Life.events = 0
     run_state_machine_as_test(
         Life,
-        settings=settings(QUIET, max_examples=250, stateful_step_count=40),
+        settings=settings(QUIET, max_examples=60 * size, stateful_step_count=40),
     )
     record_property("core events", Life.events)
-    assert Life.events > 1000
+    assert Life.events > 200 * size
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
