@@ -51,7 +51,7 @@ _SAMPLING: dict[str, Schema] = {
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         "maxProperties": 1024,
     },
-    "allowed_token_ids": {"anyOf": [{**_IDS, "minItems": 1}, {"type": "null"}]},
+    "allowed_token_ids": {"anyOf": [{**_IDS, "minItems": 1, "maxItems": 1 << 18}, {"type": "null"}]},
     "bad_words": {
         "anyOf": [{"type": "array", "items": {**_TEXT, "maxLength": 128}, "maxItems": 256}, {"type": "null"}]
     },
@@ -254,8 +254,8 @@ def describe(model: str) -> Schema:
             "/v1/models/{name}": one_model,
             "/v1/requests/{id}": one_request,
             "/v1/embeddings": {"post": {"summary": "Refused", "responses": _reply({}, "401", "404")}},
-            "/tokenize": _post("Text or a conversation to token ids", _TOKENIZE),
-            "/detokenize": _post("Token ids to text", _DETOKENIZE),
+            "/tokenize": _post("Text or a conversation to token ids", _TOKENIZE, "429"),
+            "/detokenize": _post("Token ids to text", _DETOKENIZE, "429"),
             "/tokenizer_info": _get("The tokenizer's special tokens and chat template", "400", "401", "503"),
             "/health": _get("Whether requests are being served", "503"),
             "/ready": _get("Whether new requests are welcome", "503"),
