@@ -276,7 +276,7 @@ def keyed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize("key", [None, "sk-key-of-alice"])
 @pytest.mark.parametrize("clients", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_bodies_in_chunks_of_a_byte_cost_next_to_nothing(keyed: Running, key: str | None, clients: int) -> None:
-    raw = in_chunks(b"x" * 60_000, 1, key)
+    raw = in_chunks(b"x" * 150_000, 1, key)
     before, replies = cpu_seconds(keyed.process.pid), []
 
     def ask() -> None:
@@ -291,7 +291,8 @@ def test_bodies_in_chunks_of_a_byte_cost_next_to_nothing(keyed: Running, key: st
     for thread in threads:
         thread.join()
     each = (cpu_seconds(keyed.process.pid) - before) / clients
-    assert each < (0.15 if key is None else 0.4), "to parse it all takes a second"
+    print("cpu", each)
+    assert each < (0.1 if key is None else 0.4), f"{each} s of CPU for each"
     assert len(replies) == clients
     for status, headers, body in replies:
         assert status == (401 if key is None else 400)
