@@ -167,8 +167,8 @@ def running(
 def _lines_up_to(log: IO[str], word: str, process: subprocess.Popen[bytes]) -> list[str]:
     while True:
         has_ended = process.poll() is not None
-        log.seek(0)
-        lines = [line for line in log.read().splitlines(keepends=True) if line.endswith("\n")]
+        # Not through `log`: the server writes where that one was read last.
+        lines = [line for line in Path(log.name).read_text().splitlines(keepends=True) if line.endswith("\n")]
         found = next((number for number, line in enumerate(lines) if word in line), None)
         if found is not None:
             return lines[: found + 1]
