@@ -118,7 +118,7 @@ class Memory:
         self._bring_back(step, path, sequence, held)
         if sequence.saved.blocks:
             step.restored += self.preemption.come_back(sequence)
-            self.keep(sequence, sequence.computed, step)  # while this pass is known to bring it
+            self.keep(sequence, sequence.computed, step)  # as part of this pass: if it fails, they hold garbage
             return
         sequence.computed = len(path) * self.pool.block_size
         if common:  # the source may have been given away by now, but it is read before anything is written

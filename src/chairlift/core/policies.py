@@ -180,7 +180,7 @@ class Fair(Policy):
         self._settle(sequence, len(sequence.tokens) - sequence.prompt_length)
 
     def ended(self, sequence: Sequence) -> None:
-        """The last of a tenant leaves what the tenant owes, until the others have been served as much."""
+        """With its last sequence a tenant is idle: its service is kept until the others have been served as much."""
         tenant = sequence.request.tenant
         self._paid.pop(sequence, None)
         self._live[tenant] -= 1
@@ -193,7 +193,7 @@ class Fair(Policy):
         self._idle = {name: served for name, served in self._idle.items() if served > level}
 
     def _settle(self, sequence: Sequence, answered: int) -> None:
-        """Let so many tokens of the answer be paid for."""
+        """Charge, or refund, the tokens of the answer that make it so many in all."""
         self._charge(sequence, self._ANSWER * (answered - self._paid.get(sequence, 0)))
         self._paid[sequence] = answered
 

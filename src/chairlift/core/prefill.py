@@ -49,7 +49,7 @@ class SplitFuse(Chunked):
 class PrefillFirst(Chunked):
     """Newcomers at once, in steps of their own; decodes wait. The best time to first token, and the worst stalls.
 
-    They do not wait for ever: if prompts come without end, one step in so many has decodes, too.
+    If prompts come without end, one step in 17 has decodes, too, so that running sequences do not starve.
     """
 
     decodes_wait = 16

@@ -72,7 +72,7 @@ class Seats:
     def make_way(self, step: StepPlan, newcomer: Sequence) -> bool:
         """Where the policy wants it, those who run yield to one who waits; whether it can sit down now."""
         memory = self._memory
-        # Beams are never settled, but they, too, make way only so often: else those that keep coming would starve them.
+        # Beams are never settled, but newcomers preempt them only so often, too: else a stream of these starves beams.
         may_yield = [each for each in self.running if self._may_yield(step, each) and each.preemptions < YIELDS]
         victims: list[Sequence] = []
         # Those who go on must find their next block, or one of them would have to yield in this very plan.
