@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from chairlift.bench import arrivals, cache_trace, workloads
 from chairlift.core.errors import ChairliftError
 from chairlift.serving.keys import Keyring
+from chairlift.traffic import traces, workloads
 from spoil import spoil_bytes, spoil_json
 
 KEYS = """
@@ -75,7 +75,7 @@ def read_keys(path: Path) -> object:
 
 
 def read_workload(path: Path) -> object:
-    return workloads.make(str(path), 0, None, None, 0, lambda text: [1])
+    return workloads.make(str(path), 0, workloads.Lengths(1, 1, 1), workloads.Lengths(1, 1, 1), 0)
 
 
 CASES: dict[str, tuple[str, bytes, Callable[[random.Random, bytes], bytes], Callable[[Path], object]]] = {
@@ -84,19 +84,19 @@ CASES: dict[str, tuple[str, bytes, Callable[[random.Random, bytes], bytes], Call
         "trace.jsonl",
         lines(*({"timestamp": 1000 * i, "input_length": 10, "output_length": 5} for i in range(3))),
         spoil_lines,
-        arrivals.read_trace,
+        traces.read_trace,
     ),
     "dated arrivals": (
         "trace.csv",
         b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n2023-11-16 18:17:04.03,3180,8\n",
         spoil_bytes,
-        arrivals.read_trace,
+        traces.read_trace,
     ),
     "blocks": (
         "blocks.jsonl",
         lines(*({"timestamp": i, "hash_ids": [0, 1, 2 + i]} for i in range(3))),
         spoil_lines,
-        cache_trace.read_trace,
+        lambda path: traces.read_trace(path, traces.with_blocks),
     ),
     "workload": (
         "work.jsonl",

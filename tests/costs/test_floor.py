@@ -40,7 +40,7 @@ def test_prompt_tokens_a_second_at_the_floor(shape: str, published: float) -> No
 def test_each_part_by_hand() -> None:
     config = read_config(SHAPES["stories15m"])
     matrices, head = weights_of(config)
-    assert matrices == 6 * (4 * 288 * 288 + 3 * 288 * 768 + 2 * 288) and head == 32000 * 288
+    assert matrices == 6 * (4 * 288 * 288 + 3 * 288 * 768) and head == 32000 * 288
     floor = floor_of(Workload.of("two", [[1] * 3, [1]], [1, 4]), config, 1.0, 1.0)
     kv = 2 * 6 * 288 * 4
     assert floor.read_bytes == 3 * 4 * (matrices + head) + (2 + 3 + 4) * kv

@@ -21,7 +21,7 @@ from chairlift.execution.graphs import DecodeGraphs, Inputs, Recorded, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sharing import Grouping
-from chairlift.models import decoder as decoder_module
+from chairlift.models import blocks as blocks_module
 from chairlift.ops import attention_cuda, decode_cuda
 from chairlift.ops.batch import count_decodes
 from chairlift.ops.kv_cache import KvCache
@@ -103,7 +103,7 @@ def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.Monk
     wanted = np.concatenate([flat.starts[1:] - 1, flat.starts[-1:] - 1])[-SEATS:]  # the last one is sampled twice
     rows, positions = np.arange(wanted.size), np.full(wanted.size, 200)
     logits, stored = expect(graphs, flat, wanted)
-    monkeypatch.setattr(decoder_module, "paged_attention", attention_cuda.attend)
+    monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
     size = graphs.size_for(flat, wanted.size)
     assert size is not None
     found, tokens = graphs.run(size, flat, shared, wanted, rows, positions)
@@ -145,7 +145,7 @@ def test_a_decode_step_takes_in_what_is_new_in_the_tables(graphs: MixedGraphs, m
     rows._tables[3, 2] = other
     rows._places, rows._changed = [3 * BLOCKS + 2], [other]
     logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(5))
-    monkeypatch.setattr(decoder_module, "paged_attention", attention_cuda.attend)
+    monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
     found, tokens = decodes.run(who, positions, None, True)
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
     assert tokens is not None and torch.equal(tokens, found.argmax(-1))

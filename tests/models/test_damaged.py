@@ -18,7 +18,7 @@ import pytest
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import ChairliftError, ModelError, RequestError
 from chairlift.models.checkpoint import open_checkpoint
-from chairlift.models.families import read_config
+from chairlift.models.families import outline, read_config
 from chairlift.text.tokenizer import Tokenizer
 
 LONGEST_MESSAGE = 1000  # characters, of which a path may take hundreds
@@ -148,7 +148,7 @@ BASE = {
         ({"eos_token_id": ["a"]}, "eos_token_id is ['a']: use a token id or a list of them"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear': use an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing: use a number above 0"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope': use default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.type is 'dynamic': use default, linear, llama3, yarn"),
         ({"rope_theta": 1}, "rope_theta is 1: use a number above 1"),
         ({"rope_freq_factors": [1.0]}, "rope_freq_factors is [1.0]: use 4 positive numbers"),
         ({"torch_dtype": 16}, "torch_dtype is 16: use a string of whole characters"),
@@ -165,7 +165,7 @@ def test_each_value_of_a_config_has_a_type_and_a_range(changed: dict[str, object
 def test_layer_types_are_one_for_each_layer() -> None:
     qwen = {**BASE, "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
     kinds = ["full_attention", "sliding_attention"]
-    assert read_config({**qwen, "layer_types": kinds}).windows == (0, 8)
+    assert [spec.window for spec in outline(read_config({**qwen, "layer_types": kinds}))[0].specs] == [0, 8]
     with pytest.raises(ModelError, match="use one entry for each of the 2 layers"):
         read_config({**qwen, "layer_types": [*kinds, "full_attention"]})
 

@@ -18,6 +18,7 @@ from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.scheduler import Scheduler
 from chairlift.engine.engine import MAX_IDLE_PLANS, Engine
 from chairlift.serving import messages
+from chairlift.serving.beat import Beat
 from chairlift.serving.engine_process import EngineLoop, Job
 from chairlift.serving.messages import Batch, Hello
 
@@ -58,7 +59,7 @@ def test_a_stuck_request_fails_and_few_messages_are_sent(tmp_path: Path) -> None
     context: zmq.Context[Any] = zmq.Context()
     server = context.socket(zmq.DEALER)
     server.bind(f"ipc://{tmp_path}/line")
-    job = Job("m", {}, [f"ipc://{tmp_path}/line"], str(tmp_path / "beat"), os.getppid())
+    job = Job("m", {}, [f"ipc://{tmp_path}/line"], Beat().descriptor, os.getppid())
     loop = EngineLoop(engine, Hello("m", "", "", 4, 16, 32, 64, 4, 64, "", []), job, 0.0)
     thread = threading.Thread(target=loop.run)
     thread.start()

@@ -111,7 +111,8 @@ def serve(
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
     digest = None if api_key is None else digest_of(api_key)  # a key that cannot be one is refused before loading
     begin_loading(model, settings, is_told=True)
-    from chairlift.serving.server import Plan, run
+    from chairlift.serving.plan import Plan
+    from chairlift.serving.server import run
 
     plan = Plan(
         model=model,

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import h11
 import msgspec
@@ -18,9 +18,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.openai.replies import error_object
 from chairlift.serving.backlog import Backlog
-
-if TYPE_CHECKING:
-    from chairlift.serving.listening import Connections
 
 _HEAD = 64 << 10  # bytes of a request's head
 _FIRST_EVENTS = 2  # parsed before the app asks for the body: a small body that came with its head, and its end
@@ -162,6 +159,24 @@ class Wire(asyncio.Transport):
     def abort(self) -> None:
         """Close now; what is not sent is dropped."""
         self.transport.abort()
+
+
+class Connections(Protocol):
+    """What a connection knows of all of them; `listening.py` has them."""
+
+    turns: Turns
+
+    def add(self, connection: Connection) -> None:
+        """Count a connection."""
+
+    def remove(self, connection: Connection) -> None:
+        """Count a connection no more."""
+
+    def serve(self, connection: Connection) -> None:
+        """Note that a connection has a request."""
+
+    def wait(self, connection: Connection) -> None:
+        """Note that a connection waits for its next request."""
 
 
 class Connection(H11Protocol):

@@ -14,8 +14,10 @@ from chairlift.serving import logs
 from chairlift.serving.accounts import Accounts
 from chairlift.serving.beat import Beat
 from chairlift.serving.keys import Keyring
-from chairlift.serving.server import HttpProcess, Inherited, Plan, tenants_of
+from chairlift.serving.plan import Plan
+from chairlift.serving.server import HttpProcess, tenants_of
 from chairlift.serving.shared import read_all
+from chairlift.serving.workers import Inherited
 
 
 async def serve(plan: Plan, worker: int, inherited: Inherited) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import nan
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.metrics_core import Metric
@@ -351,7 +352,8 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """All metrics of all HTTP processes as text, and its content type."""
         source = self._registry
-        if self._is_shared:
+        # Where the files were removed, a process can tell of itself alone.
+        if self._is_shared and Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).is_dir():
             source = CollectorRegistry()
             MultiProcessCollector(source)  # type: ignore[no-untyped-call]
         return generate_latest(_Page(source, self._compat)), CONTENT_TYPE

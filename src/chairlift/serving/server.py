@@ -9,20 +9,18 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvicorn
 
 from chairlift.core.errors import ChairliftError, SettingsError
-from chairlift.core.settings import SchedulingSettings, Settings
+from chairlift.core.settings import SchedulingSettings
 from chairlift.defaults import SamplingDefaults, read_defaults
 from chairlift.engine.garbage import freeze_loaded
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
@@ -40,59 +38,18 @@ from chairlift.serving.keys import Keyring
 from chairlift.serving.listening import Acceptor, Connections, allow_files, most_connections
 from chairlift.serving.messages import Hello
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.plan import Plan
 from chairlift.serving.service import Service
-from chairlift.serving.shared import nameless_file
 from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.text_pool import TextPool
 from chairlift.serving.traces import Traces
+from chairlift.serving.workers import Helpers
 from chairlift.vocabulary import read_tokenizer
 
 log = logging.getLogger("chairlift")
 
 WAITING_TOKENS = 1 << 20  # prompt tokens; a waiting one takes some 70 bytes in both processes together
 _LAG_EVERY = 0.5  # seconds between two looks at the event loop's lag
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """How to serve: what the command line said, in one place, and readable by further HTTP processes."""
-
-    model: str
-    name: str
-    settings: dict[str, Any]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    max_waiting: int = 4096
-    max_waiting_tokens: int | None = None
-    max_wait: float = 60.0
-    timeout: float | None = None
-    grace: float = 30.0
-    max_body: int = 8 << 20
-    keys: str | None = None
-    key_digest: str | None = None  # of --api-key
-    origins: list[str] = []
-    certificate: str | None = None
-    private_key: str | None = None
-    metrics_compat: str | None = None
-    otlp_endpoint: str | None = None
-    log_format: str = "auto"
-    log_level: str = "info"
-    engine_command: list[str] | None = None
-    folder: str = ""  # where the sockets are; made at start
-
-    @property
-    def scheduling(self) -> SchedulingSettings:
-        """How requests share the steps."""
-        return Settings.of(**self.settings).scheduling
-
-    @property
-    def sampling(self) -> str:
-        """Where sampling values come from that a request does not name."""
-        return Settings.of(**self.settings).model.generation_config
-
-    def socket_of(self, worker: int) -> str:
-        """Where one HTTP process waits for the engine."""
-        return f"ipc://{self.folder}/http-{worker}"
 
 
 async def serve(plan: Plan, say: Callable[[str], None]) -> int:
@@ -318,66 +275,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Nothing."""
         yield
-
-
-class Inherited(msgspec.Struct, frozen=True):
-    """Descriptors that a further HTTP process has from the first."""
-
-    listener: int
-    beat: int
-    keys: int  # of the Keyring in JSON, or null: all processes have the same, even if the key file changes
-    accounts: int
-
-
-class Helpers:
-    """Further HTTP processes on the same listening socket."""
-
-    def __init__(self, plan: Plan, listener: int, beat: Beat, keyring: Keyring | None, accounts: Accounts) -> None:
-        self._plan = plan
-        self._accounts = accounts
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        if plan.workers == 1:
-            self._task = None
-            return
-        assert accounts.descriptor is not None
-        keys = nameless_file(msgspec.json.encode(keyring))
-        self._inherited = Inherited(listener, beat.descriptor, keys, accounts.descriptor)
-        self._processes = {worker: self._start(worker) for worker in range(1, plan.workers)}
-        self._task = asyncio.create_task(self._watch())
-
-    def _start(self, worker: int) -> subprocess.Popen[bytes]:
-        said = msgspec.json.encode([self._plan, worker, self._inherited]).decode()
-        command = [sys.executable, "-m", "chairlift.serving.http_process", said]
-        return subprocess.Popen(command, pass_fds=msgspec.structs.astuple(self._inherited), start_new_session=True)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(0.5)
-            for worker, process in self._processes.items():
-                if process.poll() is not None:
-                    log.error("HTTP process %d ended with code %s; it is started again", worker, process.returncode)
-                    self._accounts.clear(worker)
-                    try:
-                        (Path(self._plan.folder) / "metrics").mkdir(parents=True, exist_ok=True)
-                        self._processes[worker] = self._start(worker)
-                    except OSError as error:  # the next look tries again
-                        log.error("HTTP process %d cannot be started: %s", worker, error)
-
-    def drain(self) -> None:
-        """Tell them all to finish; told twice, they end at once."""
-        if self._task is not None:
-            self._task.cancel()
-        for process in self._processes.values():
-            process.terminate()
-
-    async def stop(self) -> None:
-        """Wait for their end, a little longer than their grace."""
-        end = time.monotonic() + self._plan.grace + 5
-        for process in self._processes.values():
-            try:
-                await asyncio.to_thread(process.wait, max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def checkpoint_of(plan: Plan) -> Checkpoint | None:

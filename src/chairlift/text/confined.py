@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import chairlift
-
 TIMED_OUT, OUT_OF_MEMORY = -14, -6  # exit codes: SIGALRM is ours; an allocation that fails in Rust aborts the process
 _STATM = Path("/proc/self/statm")
 
@@ -25,7 +23,7 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of a child: it finds the package where this process has found it, and starts no threads."""
-    package = str(Path(chairlift.__file__).parents[1])
+    package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 

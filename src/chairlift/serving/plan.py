@@ -1,0 +1,51 @@
+"""Plan: how to serve, as the command line said it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from chairlift.core.settings import SchedulingSettings, Settings
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How to serve: what the command line said, in one place, and readable by further HTTP processes."""
+
+    model: str
+    name: str
+    settings: dict[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    max_waiting: int = 4096
+    max_waiting_tokens: int | None = None
+    max_wait: float = 60.0
+    timeout: float | None = None
+    grace: float = 30.0
+    max_body: int = 8 << 20
+    keys: str | None = None
+    key_digest: str | None = None  # of --api-key
+    origins: list[str] = []
+    certificate: str | None = None
+    private_key: str | None = None
+    metrics_compat: str | None = None
+    otlp_endpoint: str | None = None
+    log_format: str = "auto"
+    log_level: str = "info"
+    engine_command: list[str] | None = None
+    folder: str = ""  # where the sockets are; made at start
+
+    @property
+    def scheduling(self) -> SchedulingSettings:
+        """How requests share the steps."""
+        return Settings.of(**self.settings).scheduling
+
+    @property
+    def sampling(self) -> str:
+        """Where sampling values come from that a request does not name."""
+        return Settings.of(**self.settings).model.generation_config
+
+    def socket_of(self, worker: int) -> str:
+        """Where one HTTP process waits for the engine."""
+        return f"ipc://{self.folder}/http-{worker}"
