@@ -14,6 +14,7 @@ from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.plan import Candidates, PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.request import Sequence
+from chairlift.execution.crowding import Crowding
 from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
@@ -75,6 +76,9 @@ class TorchExecutor:
         self._decodes: Decodes | None = None  # the last step, if it was such
         self._events: list[torch.Event] = []  # that nobody waits for any more
         self._is_cuda = self._device.type == "cuda"
+        # Only where our own kernels run: what they compute does not depend on the number of threads, torch's may.
+        is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
+        self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
         # Where the tokens of a step arrive: they are read long before its turn comes again.
         places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
@@ -98,6 +102,8 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> Ticket:
+        if self._crowding is not None and self._crowding.look():
+            self._crowding.apply()
         if plan.saved or plan.restored or plan.spilled or plan.loaded:
             assert self._host is not None, "a plan that swaps needs host memory"
             self._host.move(plan)

@@ -12,7 +12,7 @@ from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import score_narrow, weigh_narrow
 from chairlift.ops.scoring import Scoring
-from chairlift.ops.team import bind, run, team
+from chairlift.ops.team import bind, run
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -46,7 +46,7 @@ def paged_attention(
     out = np.empty((qkv.shape[0], heads * cache.dim), np.float32)
     host = batch.host
     _attend(
-        *team.call(),
+        torch.get_num_threads(),
         qkv,
         heads,
         cache.arrays[layer],
@@ -128,7 +128,6 @@ _QUERY_ROWS = 32  # query rows that share one pass over the keys
 
 @njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def _attend(
-    state: int,
     pieces: int,
     q: np.ndarray,
     heads: int,
@@ -145,7 +144,7 @@ def _attend(
     out: np.ndarray,
 ) -> None:
     given = q, heads, data, scales, tables, starts, contexts, block_size, window, scale, softcap, sinks, out
-    run(state, pieces, *bind(_attend_items, given))
+    run(pieces, *bind(_attend_items, given))
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 
 from chairlift.ops.batch import Array
-from chairlift.ops.team import bind, run, team
+from chairlift.ops.team import bind, run
 from chairlift.ops.triton_found import HAS_TRITON
 
 
@@ -40,7 +40,7 @@ def add_norm(y: Array, norm: Norm, add_to: Array | None) -> Array:
         return rms_norm(y, norm, add_to)
     out = np.zeros_like(y) if add_to is None else add_to
     assert isinstance(out, np.ndarray)
-    _add_norm(*team.call(), y, norm.weight.numpy(), norm.eps, out)
+    _add_norm(torch.get_num_threads(), y, norm.weight.numpy(), norm.eps, out)
     return out
 
 
@@ -69,8 +69,8 @@ def normalize(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, fi
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
-def _add_norm(state: int, pieces: int, y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    run(state, pieces, *bind(_add_norm_rows, (y, weight, eps, out)))
+def _add_norm(pieces: int, y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    run(pieces, *bind(_add_norm_rows, (y, weight, eps, out)))
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -37,7 +37,6 @@ def _panels(weight: torch.Tensor) -> np.ndarray:
 
 @njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def multiply(
-    state: int,
     pieces: int,
     x: np.ndarray,
     scale: np.ndarray,
@@ -51,8 +50,8 @@ def multiply(
 ) -> None:
     """Compute the layer of x into `out`; `source` is where the normed input goes, or x itself without a norm."""
     if scale.size:
-        run(state, pieces, *bind(_norm_rows, (x, scale, eps, source)))
-    run(state, pieces, *bind(_multiply_tiles, (source, packed, bias, out, mode, gate)))
+        run(pieces, *bind(_norm_rows, (x, scale, eps, source)))
+    run(pieces, *bind(_multiply_tiles, (source, packed, bias, out, mode, gate)))
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

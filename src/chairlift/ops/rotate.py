@@ -14,7 +14,7 @@ from numba import njit
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache, put, write_kv_reference
 from chairlift.ops.norm import normalize, rms_norm_reference
-from chairlift.ops.team import bind, run, team
+from chairlift.ops.team import bind, run
 from chairlift.ops.triton_found import HAS_TRITON
 
 _NOTHING = np.empty(0, np.float32)
@@ -44,7 +44,7 @@ def rotate_and_store(
         return
     (cos, sin), (q_norm, k_norm), host = turns, norms or (_NOTHING, _NOTHING), batch.host
     _rotate_and_store(
-        *team.call(),
+        torch.get_num_threads(),
         qkv,
         cache.arrays[layer],
         cache.scale_arrays[layer],
@@ -86,7 +86,6 @@ def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, 
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def _rotate_and_store(
-    state: int,
     pieces: int,
     qkv: np.ndarray,
     data: np.ndarray,
@@ -101,7 +100,7 @@ def _rotate_and_store(
     eps: float,
 ) -> None:
     given = qkv, data, scales, block_size, positions, slots, cos, sin, q_norm, k_norm, eps
-    run(state, pieces, *bind(_rotate_tokens, given))
+    run(pieces, *bind(_rotate_tokens, given))
 
 
 @njit(nogil=True, error_model="numpy")  # with fastmath, `put` would round in its own way

@@ -7,7 +7,6 @@ import torch
 from chairlift.ops import sampling_cpu
 from chairlift.ops.filters import NOTHING, Filters
 from chairlift.ops.sampling_cpu import GOLDEN, MIX1, MIX2
-from chairlift.ops.team import team
 from chairlift.ops.triton_found import HAS_TRITON
 
 _MASK = 0xFFFFFFFF
@@ -55,7 +54,7 @@ def penalize_(
         logits[which] = part
     else:
         arrays = (each.numpy() for each in (logits, which, *given))
-        sampling_cpu.penalize(*team.call(), *arrays)
+        sampling_cpu.penalize(torch.get_num_threads(), *arrays)
 
 
 def penalize_reference_(
@@ -89,7 +88,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
         highest, ids = logits.max(-1)
         return torch.where(highest > -torch.inf, ids, NOTHING)
     out = torch.empty(logits.shape[0], dtype=torch.int64)
-    sampling_cpu.likeliest(*team.call(), logits.numpy(), out.numpy(), NOTHING)
+    sampling_cpu.likeliest(torch.get_num_threads(), logits.numpy(), out.numpy(), NOTHING)
     return out
 
 
@@ -98,7 +97,7 @@ def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
     if logits.is_cuda:
         return keep_likeliest_reference(logits, top_k, top_p, min_p)
     arrays = (each.numpy() for each in (logits, top_k, top_p, min_p))
-    sampling_cpu.keep_likeliest(*team.call(), *arrays)
+    sampling_cpu.keep_likeliest(torch.get_num_threads(), *arrays)
     return logits
 
 
@@ -125,7 +124,7 @@ def gumbel(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """
     if keys.device.type == "cpu":
         uniform = torch.empty(keys.shape[0], vocabulary)
-        sampling_cpu.uniform(*team.call(), keys.numpy(), uniform.numpy())
+        sampling_cpu.uniform(torch.get_num_threads(), keys.numpy(), uniform.numpy())
     else:
         uniform = uniform_reference(keys, vocabulary)
     return uniform.log_().neg_().log_().neg_()

@@ -15,9 +15,9 @@ GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
 @njit(nogil=True, cache=True)
-def likeliest(state: int, pieces: int, logits: np.ndarray, out: np.ndarray, nothing: int) -> None:
+def likeliest(pieces: int, logits: np.ndarray, out: np.ndarray, nothing: int) -> None:
     """Write the id of each row's highest logit, the first of equals; `nothing` where no logit is above -inf."""
-    run(state, pieces, *bind(_likeliest, (logits, out, nothing)))
+    run(pieces, *bind(_likeliest, (logits, out, nothing)))
 
 
 @njit(nogil=True)
@@ -47,9 +47,9 @@ def _peak(x: np.ndarray) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def uniform(state: int, pieces: int, keys: np.ndarray, out: np.ndarray) -> None:
+def uniform(pieces: int, keys: np.ndarray, out: np.ndarray) -> None:
     """Write the numbers of sampling.uniform_reference."""
-    run(state, pieces, *bind(_uniform, (keys, out)))
+    run(pieces, *bind(_uniform, (keys, out)))
 
 
 @njit(nogil=True)
@@ -68,7 +68,6 @@ def _uniform(keys: np.ndarray, out: np.ndarray, piece: int, pieces: int) -> None
 
 @njit(nogil=True, cache=True)
 def penalize(
-    state: int,
     pieces: int,
     logits: np.ndarray,
     which: np.ndarray,
@@ -81,7 +80,6 @@ def penalize(
 ) -> None:
     """Do what sampling.penalize_reference_ does, to the tokens of the history alone."""
     run(
-        state,
         pieces,
         *bind(_penalize, (logits, which, history, prompt_lengths, lengths, repetition, presence, frequency)),
     )
@@ -121,11 +119,9 @@ def _penalize(
 
 
 @njit(nogil=True, cache=True)
-def keep_likeliest(
-    state: int, pieces: int, logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
-) -> None:
+def keep_likeliest(pieces: int, logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> None:
     """Write -inf to all that min_p, then top_k (0: all), then top_p leave out; of equals, the first ids stay."""
-    run(state, pieces, *bind(_keep_likeliest, (logits, top_k, top_p, min_p)))
+    run(pieces, *bind(_keep_likeliest, (logits, top_k, top_p, min_p)))
 
 
 @njit(nogil=True)

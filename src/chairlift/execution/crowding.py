@@ -1,0 +1,71 @@
+"""Crowding: how many CPU threads a step uses while other processes want the cores too.
+
+A parallel region ends when its last thread does. A thread that shares its core with another process is not run for
+milliseconds at a time, and all others wait for it in every region: two threads beside one busy process were four times
+slower than without it, and slower than one thread. So threads that have to wait for a core are given up, and all are
+tried again after a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import torch
+
+_EVERY = 0.25  # seconds between two looks
+_CROWDED = 0.2  # of a core: how long threads may have waited to be run, in all, per second
+_FIRST_RETRY, _LAST_RETRY = 4.0, 30.0  # seconds until all threads are tried again; doubled while that fails
+_SETTLED = 3.0  # seconds without waiting after which a try has succeeded
+
+
+def run_delay() -> float:
+    """Return the seconds for which this process's threads, all together, could have run and were not; 0 if unknown."""
+    total = 0
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            total += int((task / "schedstat").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):  # no Linux, no such statistics, or a thread that has just ended
+        return 0.0
+    return total / 1e9
+
+
+class Crowding:
+    """Chooses the number of threads from how long they have to wait for a core."""
+
+    def __init__(
+        self, most: int, clock: Callable[[], float] = time.monotonic, delay: Callable[[], float] = run_delay
+    ) -> None:
+        self.threads = most
+        self._most = most
+        self._clock, self._delay = clock, delay
+        self._looked_at, self._waited = clock(), delay()
+        self._tried_at, self._retry = 0.0, _FIRST_RETRY
+        self._is_trying = False  # whether all threads were taken up again so lately that it may yet fail
+
+    def look(self) -> bool:
+        """Between two steps: choose the number of threads again; whether it has changed."""
+        now = self._clock()
+        if now - self._looked_at < _EVERY:
+            return False
+        waited = self._delay()
+        cores = (waited - self._waited) / (now - self._looked_at)
+        self._looked_at, self._waited = now, waited
+        before = self.threads
+        if cores > _CROWDED and before > 1:
+            self._retry = min(_LAST_RETRY, 2 * self._retry) if self._is_trying else _FIRST_RETRY
+            self._is_trying = False
+            self.threads = max(1, before - max(1, round(cores)))
+            self._tried_at = now
+        elif before < self._most and now - self._tried_at > self._retry:
+            self.threads, self._tried_at, self._is_trying = self._most, now, True
+        elif self._is_trying and now - self._tried_at > _SETTLED:
+            self._is_trying = False
+        return self.threads != before
+
+    def apply(self) -> None:
+        """Have torch's operations and our kernels use that many threads."""
+        torch.set_num_threads(self.threads)
+        numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))

@@ -1,0 +1,96 @@
+"""Threads that wait for a core are given up, and tried again when there may be one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.execution.crowding import Crowding, run_delay
+
+
+class Machine:
+    """A machine whose other processes take so many cores from us, and whose time goes by when told."""
+
+    def __init__(self, cores: int) -> None:
+        self.now, self.waited, self.taken = 0.0, 0.0, 0.0
+        self.crowding = Crowding(cores, lambda: self.now, lambda: self.waited)
+        self.cores = cores
+
+    def run(self, seconds: float) -> list[int]:
+        """The numbers of threads in use meanwhile."""
+        seen = []
+        for _ in range(round(seconds / 0.05)):
+            self.now += 0.05
+            # Threads beyond the free cores wait for as long as the others run there.
+            self.waited += 0.05 * max(0.0, self.crowding.threads - (self.cores - self.taken)) * 0.5
+            self.crowding.look()
+            seen.append(self.crowding.threads)
+        return seen
+
+
+def test_a_quiet_machine_uses_all_its_threads() -> None:
+    assert set(Machine(4).run(100)) == {4}
+
+
+@pytest.mark.parametrize("cores", [2, 4, 16])
+def test_one_busy_neighbour_costs_one_thread_until_it_is_gone(cores: int) -> None:
+    machine = Machine(cores)
+    machine.taken = 1.0
+    seen = machine.run(100)
+    assert set(seen) == {cores, cores - 1}
+    assert seen.count(cores) < len(seen) / 20, "it is tried less and less often"
+    machine.taken = 0.0
+    assert machine.run(60)[-1] == cores
+
+
+def test_one_thread_is_never_given_up() -> None:
+    machine = Machine(1)
+    machine.taken = 1.0
+    assert set(machine.run(20)) == {1}
+
+
+def test_a_neighbour_that_comes_later_is_noticed_at_once() -> None:
+    machine = Machine(2)
+    machine.run(50)
+    machine.taken = 1.0
+    assert machine.run(0.6)[-1] == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's scheduler statistics")
+def test_the_wait_of_a_thread_that_shares_its_core_is_seen() -> None:
+    script = (
+        "import os, subprocess, sys, time\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from chairlift.execution.crowding import run_delay\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "before, end = run_delay(), time.monotonic() + 1\n"
+        "while time.monotonic() < end: pass\n"
+        "other.kill()\n"
+        "print(run_delay() - before)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(told.stdout) > 0.1
+    assert run_delay() > 0
+
+
+def test_answers_do_not_depend_on_how_many_threads_are_left(tiny_model: Path) -> None:
+    prompts = [[5, 6, 7, 8] * 9, [9, 10], [11] * 30]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
+    threads, compiled = torch.get_num_threads(), numba.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2):
+            llm = LLM(str(tiny_model), progress=False)
+            crowding = Crowding(count)
+            crowding.apply()
+            found.append([each.outputs[0] for each in llm.generate(prompts, params)])
+    finally:
+        torch.set_num_threads(threads)
+        numba.set_num_threads(compiled)
+    assert found[0] == found[1]
