@@ -80,4 +80,4 @@ def test_an_http_process_has_frozen_what_it_loaded_before_it_serves(tiny_model: 
             assert int(found[-1].split()[1]) > 10_000
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)

@@ -319,7 +319,7 @@ match sys.argv[1]:
 
 
 def run_worker(role: str, folder: Path) -> bytes:
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", WORKER, role], env=environment, capture_output=True, check=True).stdout
 
 
