@@ -210,7 +210,7 @@ def test_single_steps_that_fail_cost_their_own_requests_only(tiny_model: Path, t
 @pytest.fixture(scope="module")
 def slow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose chat template takes seconds for a long message, of which it keeps a few characters."""
-    work = "{% for _ in range(400) %}{% if 'zz' in messages[0].content * 300 %}zz{% endif %}{% endfor %}"
+    work = "{% for _ in range(150) %}{% if 'zz' in messages[0].content * 300 %}zz{% endif %}{% endfor %}"
     template = work + "{{ messages[0].content[-5:] }}"
     return make_tiny_model(tmp_path_factory.mktemp("slow") / "llama", chat_template=template)
 
