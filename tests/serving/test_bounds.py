@@ -478,5 +478,5 @@ def read_until_done(client: socket.socket) -> None:
     last = b""
     while b"data: [DONE]" not in last:
         part = client.recv(1 << 20)
-        assert part, f"it broke off after {len(found)} bytes: {found[-300:]!r}"
+        assert part, f"it broke off after {last!r}"
         last = last[-100:] + part
