@@ -209,6 +209,12 @@ def test_ops_and_models_know_nothing_of_requests(module: str) -> None:
     assert [name for name in ours_in(module) if is_within(name, secrets)] == []
 
 
+@pytest.mark.parametrize("module", modules_of("execution"))
+def test_executors_know_steps_and_nothing_of_requests(module: str) -> None:
+    secrets = {"core.request", "core.plan"}
+    assert [name for name in ours_in(module) if is_within(name, secrets)] == []
+
+
 @pytest.mark.parametrize("module", modules_of("text"))
 def test_text_needs_neither_torch_nor_a_model(module: str) -> None:
     assert "torch" not in foreign_in(module)

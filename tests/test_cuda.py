@@ -151,7 +151,7 @@ def test_reading_log_probabilities_does_not_wait_for_what_was_submitted_later(tm
     scheduler.submit(Request("r", [5, 6, 7, 8], params))
     while scheduler.has_work:
         plan = scheduler.plan(0.0)
-        ticket = executor.submit(plan)
+        ticket = executor.launch(plan)
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second of work behind the step
         behind = torch.cuda.Event()
         behind.record()

@@ -3,24 +3,28 @@
 Every slot of every block, on the device, in host memory and on disk, holds the mark of the exact tokens it stands for
 (fakes.py), and copies, saves, restores, spills and loads move these marks. An allocated block holds garbage until it is
 written. A pass that fails leaves garbage wherever it was to write. One that fails at `collect` has left it there since
-`submit`: the pass that the overlapped loop submits in between computes on garbage, without anyone knowing yet.
+`launch`: the pass that the overlapped loop submits in between computes on garbage, without anyone knowing yet.
 """
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import NoReturn
 
 import pytest
 from fakes import likeliest, mark_after, marks_of, sample
 
-from chairlift.core.plan import Candidates, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from chairlift.core.request import Phase, Request, Sequence
+from chairlift.core.plan import StepPlan
+from chairlift.core.request import Phase, Sequence
+from chairlift.core.step import Candidates, PromptLogprobs, Sampling, Step, StepResult, TokenLogprobs
 
 Score = TokenLogprobs | Candidates | None
 GARBAGE = -1  # no mark is negative
+_SENT = 16  # one step in so many is turned into text and read again, as if it came from another process
 _UNKNOWN = -2  # what a token sampled from garbage must have in the cache: nothing is ever equal to it
 
 
@@ -35,14 +39,14 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    seed: int = 0
     index: int = 0
+    sampling: Sampling | None = None
     owner: Sequence | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A pass under way. It holds numbers only: nothing of the plan is read after `submit`."""
+    """A pass under way. It holds numbers only: nothing of the step is read after `launch`."""
 
     result: StepResult
     is_broken: bool = False  # it wrote garbage, and `collect` will say so
@@ -52,9 +56,10 @@ class Ticket:
 class FakeExecutor:
     """Runs plans as a device would, in order, and proves at each that every slice finds its whole context in place.
 
-    It knows what a real one knows: a row's tokens from when the sequence was placed, those it sampled itself, and a
-    table as it was when the plan last said that it changed. A complaint is a pytest failure, which the engine, unlike
-    an error of the executor, does not survive.
+    It computes from the step's numbers alone: a row's tokens from when the sequence was placed, those it sampled
+    itself, and the table with its changes. It looks at the sequences of the plan only for the salt, to name them, and
+    to know which blocks are new. A complaint is a pytest failure, which the engine, unlike an error of the executor,
+    does not survive.
     """
 
     def __init__(
@@ -72,25 +77,31 @@ class FakeExecutor:
         self.breaks_at_submit = False
         self.breaks_at_collect = False
         self._in_flight: deque[Ticket] = deque()
+        self._steps = 0
 
-    def submit(self, plan: StepPlan) -> Ticket:
+    def launch(self, plan: Step) -> Ticket:
         """The whole pass: a device that works in order might as well be done at once."""
+        assert isinstance(plan, StepPlan)
+        self._steps += 1
+        step = Step(**{each.name: getattr(plan, each.name) for each in fields(Step)})
+        if self._steps % _SENT == 0:
+            step = Step.of_plain(json.loads(json.dumps(plan.plain())))
         if self.breaks_at_submit:
             self.breaks_at_submit = False
             self._leave_garbage(plan)
-            for sequence in (*plan.placed, *plan.grown, *plan.sequences):
-                self.rows[sequence.row] = Row()
+            for row in (*(each.row for each in step.newcomers), *step.table_rows, *step.rows):
+                self.rows[row] = Row()
             raise BrokenPassError("the device fell off the bus")
         is_broken, self.breaks_at_collect = self.breaks_at_collect, False
-        self._move_blocks(plan)
-        flat = self._write(plan)
+        self._move_blocks(step, plan)
+        flat = self._write(step)
         if is_broken:
             self._leave_garbage(plan)
         damaged = self._verify_contexts(plan)
         if damaged and not is_broken and not self.is_doubtful:
             complain("; ".join(damaged.values()))
         ticket = Ticket(
-            StepResult(*self._sample(plan, flat, damaged), self._score_prompts(plan)), is_broken, list(damaged)
+            StepResult(*self._sample(step, plan, flat, damaged), self._score_prompts(step)), is_broken, list(damaged)
         )
         self._in_flight.append(ticket)
         return ticket
@@ -111,28 +122,28 @@ class FakeExecutor:
                 complain(f"{sequence} has read what a failed pass should have written, and goes on")
         return ticket.result
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Take in who sat down and whose table changed, and copy blocks: all are read before any is written."""
-        leaving = [self.read_block(source) for source, _ in plan.saved]
-        returning = {target: self.host[source] for source, target in plan.restored}
-        returning |= {target: self.disk[source] for source, target in plan.loaded}
-        spilling = [self.host[source] for source, _ in plan.spilled]
-        for pairs, read_from, shelf in ((plan.spilled, spilling, self.disk), (plan.saved, leaving, self.host)):
+    def _move_blocks(self, step: Step, plan: StepPlan) -> None:
+        """Write newcomers to their rows, change tables, and copy blocks: all are read before any is written."""
+        leaving = [self.read_block(source) for source, _ in step.saved]
+        returning = {target: self.host[source] for source, target in step.restored}
+        returning |= {target: self.disk[source] for source, target in step.loaded}
+        spilling = [self.host[source] for source, _ in step.spilled]
+        for pairs, read_from, shelf in ((step.spilled, spilling, self.disk), (step.saved, leaving, self.host)):
             if len({target for _, target in pairs}) != len(pairs):
                 complain(f"two blocks are moved to one: {pairs}")
             for (_, target), marks in zip(pairs, read_from, strict=True):
                 shelf[target] = marks
-        self.spilled += len(plan.loaded)
+        self.spilled += len(step.loaded)
         self.swapped += len(returning)
         # Nothing is copied that came back in the same step: whoever shares a block has been here before.
-        read = [self.read_block(source) for source, _ in plan.copies]
+        read = [self.read_block(source) for source, _ in step.copies]
         starts = {piece.sequence: piece.start for piece in plan.slices}
         self._spoil(list(returning))
-        for sequence in plan.placed:
-            row = self.rows[sequence.row]
-            row.tokens, row.marks = list(sequence.tokens), marks_of(sequence.tokens, sequence.request.salt)
-            row.blocks = list(sequence.table.blocks)
-            row.seed, row.index = sequence.request.seed, sequence.index
+        for sequence, newcomer in zip(plan.placed, step.newcomers, strict=True):
+            row = self.rows[newcomer.row]
+            row.tokens, row.marks = list(newcomer.tokens), marks_of(newcomer.tokens, sequence.request.salt)
+            row.blocks = list(newcomer.blocks)
+            row.sampling, row.index = newcomer.sampling, newcomer.index
             is_moved = (
                 row.owner is sequence and sequence.beams is not None
             )  # it goes on in blocks that it has, or shares
@@ -141,27 +152,29 @@ class FakeExecutor:
                 self._spoil(row.blocks[starts.get(sequence, sequence.computed) // self.block_size :])
         for target, marks in returning.items():
             self._write_block(target, marks)
-        for sequence in plan.grown:
-            row = self.rows[sequence.row]
-            known, row.blocks = len(row.blocks), list(sequence.table.blocks)
-            self._spoil(row.blocks[known:])
-        for (_, target), marks in zip(plan.copies, read, strict=True):
+        for number, place, block in zip(step.table_rows, step.table_places, step.table_blocks, strict=True):
+            blocks = self.rows[number].blocks
+            if place > len(blocks):
+                complain(f"row {number} has {len(blocks)} blocks, and its block number {place} changed")
+            blocks[place : place + 1] = [block]
+            self._spoil([block])
+        for (_, target), marks in zip(step.copies, read, strict=True):
             self._write_block(target, marks)
-        if len({target for _, target in plan.copies}) != len(plan.copies):
-            complain(f"two blocks are copied to one: {plan.copies}")
-        self.copied += len(plan.copies)
+        if len({target for _, target in step.copies}) != len(step.copies):
+            complain(f"two blocks are copied to one: {step.copies}")
+        self.copied += len(step.copies)
 
-    def _write(self, plan: StepPlan) -> list[int]:
+    def _write(self, step: Step) -> list[int]:
         """Store every slice's tokens through its row's own table; the flat batch, as marks."""
         size, cache = self.block_size, self.cache
         flat: list[int] = []
         slots: list[int] = []
-        for sequence, start, count in plan.slices:
-            row, end = self.rows[sequence.row], start + count
+        for number, start, count in zip(step.rows, step.starts, step.counts, strict=True):
+            row, end = self.rows[number], start + count
             if count < 1 or end > min(len(row.tokens), self.max_length - 1):
-                complain(f"{sequence} has a slice {start}:{end}, but the device knows {len(row.tokens)} tokens of it")
+                complain(f"{row.owner} has a slice {start}:{end}, but the device knows {len(row.tokens)} tokens of it")
             if end > len(row.blocks) * size:
-                complain(f"{sequence} has a slice {start}:{end} and {len(row.blocks)} blocks of {size}")
+                complain(f"{row.owner} has a slice {start}:{end} and {len(row.blocks)} blocks of {size}")
             for position in range(start, end):
                 slot = row.blocks[position // size] * size + position % size
                 cache[slot] = row.marks[position]
@@ -169,8 +182,8 @@ class FakeExecutor:
             flat += row.marks[start:end]
         if len(set(slots)) != len(slots):
             complain("two slices write the same slot of a block")
-        if len(slots) != plan.tokens:
-            complain(f"the plan says {plan.tokens} tokens, its slices hold {len(slots)}")
+        if len(slots) != step.tokens:
+            complain(f"the step says {step.tokens} tokens, its slices hold {len(slots)}")
         return flat
 
     def _verify_contexts(self, plan: StepPlan) -> dict[Sequence, str]:
@@ -194,42 +207,47 @@ class FakeExecutor:
         return damaged
 
     def _sample(
-        self, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str]
+        self, step: Step, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str]
     ) -> tuple[list[int], list[Score] | None]:
         sampled: list[int] = []
-        ends = accumulate(plan.counts)
+        ends = list(accumulate(step.counts))
         for sequence, end in zip(plan.sequences, ends, strict=True) if damaged else ():
             flat[end - 1] = GARBAGE if sequence in damaged else flat[end - 1]
         scores: list[Score] = []
-        for sequence, at in zip(plan.samples, plan.sampled_at, strict=True):
-            row, position = self.rows[sequence.row], sequence.computed
+        for number, at in zip(step.sample_rows, step.sampled_at, strict=True):
+            place = bisect_right(ends, at)
+            row, position = self.rows[number], step.starts[place] + step.counts[place] - (ends[place] - 1 - at)
             if position != len(row.tokens):
-                complain(f"{sequence} samples position {position}, but the device knows {len(row.tokens)} tokens of it")
-            token = sample(flat[at], row.seed, row.index, position)
+                complain(
+                    f"{row.owner} samples position {position}, but the device knows {len(row.tokens)} of its tokens"
+                )
+            assert row.sampling is not None
+            token = sample(flat[at], row.sampling.seed, row.index, position)
             row.tokens.append(token)
             row.marks.append(_UNKNOWN if flat[at] == GARBAGE else mark_after(row.marks[-1], token))
             sampled.append(token)
-            scores.append(self._score(sequence.request, token, flat[at]))
+            scores.append(self._score(row.sampling, token, flat[at]))
         return sampled, scores if any(scores) else None
 
-    def _score(self, request: Request, token: int, mark: int) -> Score:
-        if request.scored is None:
+    def _score(self, sampling: Sampling, token: int, mark: int) -> Score:
+        if sampling.alternatives is None:
             return None
-        top = likeliest(mark, request.scored)
-        if not request.params.use_beam_search:
+        top = likeliest(mark, sampling.alternatives)
+        if not sampling.params.use_beam_search:
             return TokenLogprobs(token, -1.0, 1, top)
-        tokens, logprobs = zip(*likeliest(mark, request.params.width + len(request.stop_ids)), strict=True)
+        tokens, logprobs = zip(*likeliest(mark, sampling.params.width + len(sampling.stop_ids)), strict=True)
         return Candidates(list(tokens), list(logprobs), top)
 
-    def _score_prompts(self, plan: StepPlan) -> list[tuple[Sequence, PromptLogprobs]] | None:
+    def _score_prompts(self, step: Step) -> list[tuple[int, PromptLogprobs]] | None:
         """The scores of prompt tokens, each from the token before it."""
         found = []
-        for sequence, start, count in plan.slices:
-            last = min(start + count, sequence.prompt_length - 1)
-            if sequence.request.params.prompt_logprobs is not None and sequence.index == 0 and start < last:
-                tokens = self.rows[sequence.row].tokens[start + 1 : last + 1]
-                entries = [TokenLogprobs(token, -1.0, 1, []) for token in tokens]
-                found.append((sequence, PromptLogprobs(start + 1, entries)))
+        for place, (number, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
+            row = self.rows[number]
+            assert row.sampling is not None
+            last = min(start + count, row.sampling.prompt_length - 1)
+            if row.sampling.prompt_alternatives is not None and row.index == 0 and start < last:
+                entries = [TokenLogprobs(token, -1.0, 1, []) for token in row.tokens[start + 1 : last + 1]]
+                found.append((place, PromptLogprobs(start + 1, entries)))
         return found or None
 
     def _leave_garbage(self, plan: StepPlan) -> None:

@@ -259,14 +259,14 @@ def served(overlap: bool, *requests: Any, **room: int) -> tuple[list[Event], int
     scheduler = scheduler_of(**room)
     engine, executor = engine_of(scheduler, overlap=overlap)
     passes = 0
-    submit = executor.submit
+    launch = executor.launch
 
     def counted(plan: Any) -> Any:
         nonlocal passes
         passes += 1
-        return submit(plan)
+        return launch(plan)
 
-    executor.submit = counted  # type: ignore[method-assign]
+    executor.launch = counted  # type: ignore[method-assign]
     for asked in requests:
         engine.submit(asked)
     events = run_dry(engine)

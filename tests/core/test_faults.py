@@ -12,9 +12,9 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.errors import DeviceError, EngineFault
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import Step, StepResult
 from chairlift.engine.engine import MAX_FAILED_STEPS, Engine
 
 
@@ -24,10 +24,10 @@ class Failing(FakeExecutor):
     error: Exception | None = None
     at_collect = False
 
-    def submit(self, plan: StepPlan) -> Any:
+    def launch(self, plan: Step) -> Any:
         if self.error is not None and not self.at_collect:
             raise self.error
-        return super().submit(plan)
+        return super().launch(plan)
 
     def collect(self, ticket: Any) -> StepResult:
         result = super().collect(ticket)

@@ -184,7 +184,7 @@ def test_those_who_sit_down_in_one_plan_share_what_it_is_about_to_compute() -> N
     plan = scheduler.plan(0.0)
     assert shape_of(plan) == [("a", 0, 22), ("b", 20, 2), ("c", 20, 2)]
     assert scheduler.pool.owned == 6 + 1 + 1
-    engine_of(scheduler, overlap=False)[1].submit(plan)  # which complains of anything that is not there when it is read
+    engine_of(scheduler, overlap=False)[1].launch(plan)  # which complains of anything that is not there when it is read
 
 
 def test_the_next_turn_of_a_chat_finds_the_answer_too() -> None:

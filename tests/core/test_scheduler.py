@@ -9,9 +9,9 @@ from types import FrameType
 import pytest
 from examples import WORD, ask, engine_of, give, names, request, scheduler_of, shape_of, step, step_until_one_yields
 
-from chairlift.core.plan import PromptLogprobs, StepResult, TokenLogprobs
 from chairlift.core.policy import Policy
 from chairlift.core.request import FinishReason, Phase, Sequence
+from chairlift.core.step import PromptLogprobs, StepResult, TokenLogprobs
 
 # ---- one budget
 
@@ -90,7 +90,7 @@ def test_blocks_come_one_at_a_time_as_an_answer_grows() -> None:
     grown = []
     for _ in range(7):
         plan = step(scheduler)
-        grown.append((sequence.computed, len(sequence.table.blocks), plan.grown == [sequence]))
+        grown.append((sequence.computed, len(sequence.table.blocks), plan.table_rows == [sequence.row]))
     assert grown == [
         (3, 1, False),
         (4, 1, False),
@@ -349,7 +349,7 @@ def test_scores_travel_with_their_tokens() -> None:
     a, b = ask(scheduler, "a", prompt=3), ask(scheduler, "b", max_tokens=1)
     plan = scheduler.plan(0.0)
     score, prompt = TokenLogprobs(5, -0.5, 1, []), PromptLogprobs(1, [TokenLogprobs(WORD, -1.0, 2, [])])
-    events = scheduler.apply(plan, StepResult([5, 6], [None, score], [(a, prompt)]))
+    events = scheduler.apply(plan, StepResult([5, 6], [None, score], [(0, prompt)]))
     assert [(event.sequence, event.token, event.logprobs, event.prompt_logprobs) for event in events] == [
         (a, None, None, prompt),
         (b, 6, score, None),
@@ -360,10 +360,10 @@ def test_scores_travel_with_their_tokens() -> None:
 
 def test_scores_of_a_prompt_whose_request_has_ended_are_dropped() -> None:
     scheduler = scheduler_of()
-    a = ask(scheduler, "a")
+    ask(scheduler, "a")
     plan = scheduler.plan(0.0)
     scheduler.abort("a")
-    assert not scheduler.apply(plan, StepResult([5], None, [(a, PromptLogprobs(1, []))]))
+    assert not scheduler.apply(plan, StepResult([5], None, [(0, PromptLogprobs(1, []))]))
 
 
 def test_an_executor_that_owes_a_token_is_found_out() -> None:

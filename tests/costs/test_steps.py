@@ -24,9 +24,9 @@ def test_the_parts_of_steps_with_a_full_batch_add_up(tiny_model: Path, overlap: 
     assert set(found["parts"]) == {*PARTS, "host", "step"}
     for values in found["parts"].values():
         assert 0 <= values["median"] <= values["p95"]
-    assert all(found["parts"][part]["median"] > 0 for part in ("plan", "submit", "apply", "rest"))
+    assert all(found["parts"][part]["median"] > 0 for part in ("plan", "launch", "apply", "rest"))
     watch.stop()
-    assert not {"plan", "apply", "submit", "collect"} & {*vars(llm.engine.scheduler), *vars(llm.engine._executor)}
+    assert not {"plan", "apply", "launch", "collect"} & {*vars(llm.engine.scheduler), *vars(llm.engine._executor)}
     llm.generate(["a"], params[0])
     assert watch.summary() == found, "nothing is timed any more"
 

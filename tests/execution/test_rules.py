@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chairlift.core.params import SamplingParams
-from chairlift.core.request import Request, Sequence
+from chairlift.core.request import Request
+from chairlift.core.step import Newcomer
 from chairlift.execution.rules import Rules
 
 VOCABULARY, SEATS, LENGTH = 50, 70, 64
@@ -33,11 +34,9 @@ def no_waiting() -> Iterator[None]:
 
 
 def place(rules: Rules, request: Request, rows: list[int]) -> None:
-    """Give a request's answers these rows."""
+    """Put a request's sequences in these rows."""
     for index, row in enumerate(rows):
-        sequence = Sequence(request, 0, LENGTH, index)
-        sequence.row = row
-        rules.place(sequence)
+        rules.place(Newcomer(row, index, list(request.prompt), [], request.sampling))
 
 
 def ruled_alone(logits: torch.Tensor, request: Request, tokens: list[int]) -> torch.Tensor:

@@ -16,10 +16,9 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
-from chairlift.core.plan import Candidates, StepPlan, StepResult, TokenLogprobs
 from chairlift.core.prefix_cache import PrefixCache
-from chairlift.core.request import Sequence
 from chairlift.core.settings import Settings
+from chairlift.core.step import Candidates, Sampling, Step, StepResult, TokenLogprobs
 from chairlift.engine.engine import Engine
 from chairlift.serving.engine_process import Job, main
 from chairlift.serving.messages import Hello
@@ -46,23 +45,26 @@ class Pretender:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._samplings: dict[int, Sampling] = {}
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def launch(self, step: Step) -> StepResult:
         self._steps += 1
+        self._samplings |= {each.row: each.sampling for each in step.newcomers}
         time.sleep(1e9 if HANG and self._steps == HANG else STEP)
         if FAULT.exists():
             raise ERRORS[FAULT.read_text()]
-        tokens = [100 + sequence.computed % 100 for sequence in plan.samples]
-        return StepResult(tokens, [self._score(each, token) for each, token in zip(plan.samples, tokens, strict=True)])
+        positions = [start + i + 1 for start, count in zip(step.starts, step.counts, strict=True) for i in range(count)]
+        tokens = [100 + positions[at] % 100 for at in step.sampled_at]
+        return StepResult(tokens, list(map(self._score, step.sample_rows, tokens)))
 
-    def _score(self, sequence: Sequence, token: int) -> TokenLogprobs | Candidates | None:
-        request = sequence.request
-        if request.scored is None:
+    def _score(self, row: int, token: int) -> TokenLogprobs | Candidates | None:
+        sampling = self._samplings[row]
+        if sampling.alternatives is None:
             return None
-        top = [((token + i) % VOCABULARY, -1.0) for i in range(request.scored)]
-        if not request.params.use_beam_search:
+        top = [((token + i) % VOCABULARY, -1.0) for i in range(sampling.alternatives)]
+        if not sampling.params.use_beam_search:
             return TokenLogprobs(token, -1.0, 1, top)
-        count = request.params.width + len(request.stop_ids)
+        count = sampling.params.width + len(sampling.stop_ids)
         return Candidates([(token + i) % VOCABULARY for i in range(count)], [-1.0] * count, top)
 
     def collect(self, ticket: StepResult) -> StepResult:

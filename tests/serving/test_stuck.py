@@ -14,8 +14,8 @@ from test_engine_client import order
 from chairlift.core.batching import Line
 from chairlift.core.blocks import BlockPool
 from chairlift.core.limits import Limits
-from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import Step, StepResult
 from chairlift.engine.engine import MAX_IDLE_PLANS, Engine
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
@@ -41,7 +41,7 @@ class Shut:
 class Idle:
     """An executor that is never asked."""
 
-    def submit(self, plan: StepPlan) -> Any:
+    def launch(self, step: Step) -> Any:
         raise AssertionError("nothing is planned")
 
     def collect(self, ticket: Any) -> StepResult:

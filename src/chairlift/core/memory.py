@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 
 from chairlift.core.beams import Beam
 from chairlift.core.blocks import BlockPool, BlockTable
@@ -133,17 +134,25 @@ class Memory:
 
     def append(self, step: StepPlan, sequence: Sequence) -> bool:
         """Let it write one block more, if that is all it takes."""
+        blocks = sequence.table.blocks
         if not self.pool.append(sequence.table):
             return False
-        step.grown.append(sequence)
+        step.table_rows.append(sequence.row)
+        step.table_places.append(len(blocks) - 1)
+        step.table_blocks.append(blocks[-1])
         return True
 
     def grow(self, step: StepPlan, sequence: Sequence, length: int) -> None:
         """Let it write up to `length` tokens."""
+        first = len(sequence.table.blocks)
         copy = self.pool.grow(sequence.table, length)
         if copy:
             step.copies.append(copy)
-        step.grown.append(sequence)
+            first -= 1
+        changed = sequence.table.blocks[first:]
+        step.table_rows += repeat(sequence.row, len(changed))
+        step.table_places += range(first, first + len(changed))
+        step.table_blocks += changed
 
     def fork(self, sequence: Sequence, sibling: Sequence) -> None:
         """Give a sibling the same blocks."""

@@ -1,4 +1,4 @@
-"""Slice, StepPlan and StepResult: what one forward pass computes, and what comes back from it."""
+"""StepPlan, Event and Outcome: the scheduler's own record of a step, and its news for the fronts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 from chairlift.core.prefix_cache import Node
 from chairlift.core.request import FinishReason, Sequence
+from chairlift.core.step import Candidates as Candidates
+from chairlift.core.step import Newcomer, Step
+from chairlift.core.step import PromptLogprobs as PromptLogprobs
+from chairlift.core.step import StepResult as StepResult
+from chairlift.core.step import TokenLogprobs as TokenLogprobs
 
 
 class Slice(NamedTuple):
@@ -15,90 +20,55 @@ class Slice(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a slice
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nothing calls
 
 
 @dataclass(slots=True, eq=False)
-class StepPlan:
-    """One forward pass. An executor reads it, and the sequences in it, during `submit` only."""
+class StepPlan(Step):
+    """A step with the sequences behind its numbers, which only the scheduler reads."""
 
-    # The slices in columns, since to make a record of each in every pass takes longer than to choose them: whose it is,
-    # its first token, and how many it has.
-    sequences: list[Sequence] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    # Who samples, and at which token of the flattened batch; a prompt that forks samples once for each sibling.
-    samples: list[Sequence] = field(default_factory=list)
-    sampled_at: list[int] = field(default_factory=list)
-    tokens: int = 0
-    # Sequences that took a row in this step: the executor writes their state there before the pass.
-    placed: list[Sequence] = field(default_factory=list)
-    # Sequences whose block table changed: its last block was copied, or blocks were added behind it.
-    grown: list[Sequence] = field(default_factory=list)
-    # Blocks to copy before the pass: every source is read before any target is written, or any block that is restored.
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)  # of each slice
+    samples: list[Sequence] = field(default_factory=list)  # of each sample
+    placed: list[Sequence] = field(default_factory=list)  # sequences that take a row in this step
     preempted: list[Sequence] = field(default_factory=list)
-    # Blocks to move to host memory and back before the pass: here, too, all are read before any is written, and those
-    # that leave are read before anything is written at all. The same between host memory and a file, and from there.
-    saved: list[tuple[int, int]] = field(default_factory=list)
-    restored: list[tuple[int, int]] = field(default_factory=list)
-    spilled: list[tuple[int, int]] = field(default_factory=list)
-    loaded: list[tuple[int, int]] = field(default_factory=list)
-    # Blocks that this pass fills or moves and that others can find: those planned after it read what it has written.
+    # Cached blocks that this pass fills or moves: later steps may read them, and lose them if this pass fails.
     fresh: list[Node] = field(default_factory=list)
 
     @property
     def slices(self) -> list[Slice]:
-        """The slices as records, for those who look at few passes."""
+        """The slices as records, for measurements and tests."""
         return list(map(Slice, self.sequences, self.starts, self.counts))
 
     def expect(self, node: Node) -> None:
-        """This pass fills or moves a cached block."""
+        """Note that this pass fills or moves a cached block."""
         node.passes += 1
         self.fresh.append(node)
+
+    def number(self) -> None:
+        """Complete the numbers that executors read, once all sequences of the step are known."""
+        self.rows = [sequence.row for sequence in self.sequences]
+        is_decode = self.samples == self.sequences  # of all slices, as in most steps
+        self.sample_rows = self.rows if is_decode else [sequence.row for sequence in self.samples]
+        if not self.placed:
+            return
+        self.newcomers = [
+            Newcomer(each.row, each.index, list(each.tokens), list(each.table.blocks), each.request.sampling)
+            for each in self.placed
+            if each.row >= 0
+        ]
+        if self.table_rows:  # a row's former sequence may have grown before this plan preempted it
+            new = {each.row for each in self.placed}
+            kept = [place for place, row in enumerate(self.table_rows) if row not in new]
+            for name in ("table_rows", "table_places", "table_blocks"):
+                column = getattr(self, name)
+                setattr(self, name, [column[place] for place in kept])
 
     def __bool__(self) -> bool:
         return bool(self.sequences)
 
 
-class TokenLogprobs(NamedTuple):
-    """The log-probability of one token under the model, its rank, and the likeliest alternatives."""
-
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-class Candidates(NamedTuple):
-    """The tokens that a beam may go on with, the likeliest first: as many as there are beams that end no answer, and
-    those before them that do."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    top: list[tuple[int, float]]  # the likeliest alternatives, as many as the client asked for
-
-
-class PromptLogprobs(NamedTuple):
-    """Log-probabilities of the prompt's tokens from position `start` on."""
-
-    start: int
-    entries: list[TokenLogprobs]
-
-
-@dataclass(slots=True, eq=False)
-class StepResult:
-    """What a forward pass gave: one token for each of the plan's samples."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | Candidates | None] | None = None  # candidates for beams
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None
-    # Samples without a token, since no logit was above -inf; what stands in their place in `tokens` means nothing.
-    failed: list[int] = field(default_factory=list)
-
-
 class Event(NamedTuple):
-    """News of one sequence, for whoever streams it."""
+    """News of one sequence, for the front that streams it."""
 
     sequence: Sequence
     token: int | None = None
@@ -110,14 +80,14 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a step has brought: for most of its sequences a token and nothing else, for others more.
+    """The news of a step: for most of its sequences a token and nothing else, for others an event.
 
-    As with slices, those many stand in columns. To iterate is to have an event for each.
+    The tokens are columns, as slices are. Iteration gives an event for each.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # one for each of these
-    events: list[Event] = field(default_factory=list)  # of the others, or before their token
+    events: list[Event] = field(default_factory=list)  # of other sequences, or before the token of one of these
 
     def __iter__(self) -> Iterator[Event]:
         yield from self.events

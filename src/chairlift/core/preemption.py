@@ -8,8 +8,7 @@ from typing import Protocol
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.request import Sequence
-
-Moves = list[tuple[int, int]]  # blocks to copy, from and to
+from chairlift.core.step import Moves
 
 
 class Preemption(Protocol):

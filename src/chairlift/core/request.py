@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from chairlift.core.blocks import BlockTable
 from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.prefix_cache import Prefix
+from chairlift.core.step import Processor, Sampling
 
 EVERY = 1 << 30  # alternatives: more than any vocabulary has
-Processor = Callable[[list[int], list[int], Any], Any]  # of prompt ids, output ids and logits; the changed logits
 
 
 class FinishReason(StrEnum):
@@ -51,6 +50,22 @@ class Request:
     endpoint: str = ""  # where it came from: a hint on the length of its answer
     known_length: int | None = None  # of the answer, in experiments alone
     processors: tuple[Processor, ...] = ()  # params.logits_processors, safe to call
+    sampling: Sampling = field(init=False, repr=False)  # what executors need of all this
+
+    def __post_init__(self) -> None:
+        own = tuple(self.params.stop_token_ids)
+        stop_ids = own if self.params.ignore_eos else (*own, *self.eos_ids.difference(own))
+        sampling = Sampling(
+            self.params,
+            len(self.prompt),
+            self.seed,
+            stop_ids,
+            self.bad_words,
+            self.scored,
+            self.prompt_scored,
+            self.processors,
+        )
+        object.__setattr__(self, "sampling", sampling)
 
     @property
     def scored(self) -> int | None:
@@ -81,8 +96,7 @@ class Request:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a sequence of this request."""
-        own = frozenset(self.params.stop_token_ids)
-        return own if self.params.ignore_eos else own | self.eos_ids
+        return frozenset(self.sampling.stop_ids)
 
 
 class Search(Protocol):

@@ -158,6 +158,7 @@ class Scheduler:
         step.placed += (each for each in self._moved if each.phase is Phase.RUNNING and each not in step.placed)
         self._moved.clear()
         self.memory.finish(step)
+        step.number()
         return step
 
     def pause(self, now: float) -> float:
@@ -182,9 +183,9 @@ class Scheduler:
         """Take in what a pass computed: append tokens, end what is complete and free its blocks at once."""
         assert len(result.tokens) == len(step.samples), "an executor owes one token for each sample"
         events = [
-            Event(sequence, prompt_logprobs=scores)
-            for sequence, scores in result.prompt_logprobs or ()
-            if sequence.phase is not Phase.DONE
+            Event(step.sequences[place], prompt_logprobs=scores)
+            for place, scores in result.prompt_logprobs or ()
+            if step.sequences[place].phase is not Phase.DONE
         ]
         self.memory.confirm(step)
         self.memory.is_behind = True

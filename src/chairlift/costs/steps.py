@@ -9,15 +9,16 @@ from typing import Any
 from rich.table import Table
 
 from chairlift.core.plan import StepPlan
+from chairlift.core.step import Step
 from chairlift.core.words import counted
 from chairlift.engine.engine import Engine
 from chairlift.report.numbers import percentile
 from chairlift.report.tables import table
 
-PARTS = ("plan", "submit", "wait", "copy", "apply", "rest")
+PARTS = ("plan", "launch", "wait", "copy", "apply", "rest")
 LABELS = {
     "plan": "plan",
-    "submit": "submit: metadata and launches (on a CPU, the pass itself)",
+    "launch": "launch: metadata and launches (on a CPU, the pass itself)",
     "wait": "wait for the device",
     "copy": "read the tokens",
     "apply": "apply",
@@ -43,7 +44,7 @@ class Stopwatch:
         self._began = 0.0
         scheduler, executor = engine.scheduler, engine._executor
         self._wrapped: list[tuple[Any, str]] = [(scheduler, "plan"), (scheduler, "apply")]
-        self._wrapped += [(executor, "submit"), (executor, "collect")]
+        self._wrapped += [(executor, "launch"), (executor, "collect")]
         for owner, name in self._wrapped:
             # On the object, which hides its class's method until `stop` takes it away.
             setattr(owner, name, getattr(self, f"_{name}")(getattr(owner, name)))
@@ -81,11 +82,11 @@ class Stopwatch:
 
         return timed
 
-    def _submit(self, submit: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
-        def timed(plan: StepPlan) -> Any:
+    def _launch(self, launch: Callable[[Step], Any]) -> Callable[[Step], Any]:
+        def timed(step: Step) -> Any:
             start = perf_counter()
-            ticket = submit(plan)
-            self._open["submit"] = perf_counter() - start
+            ticket = launch(step)
+            self._open["launch"] = perf_counter() - start
             return ticket
 
         return timed

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from chairlift.core.errors import DeviceError, EngineFault
-from chairlift.core.plan import Event, Outcome, StepPlan, StepResult
+from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import Step, StepResult
 
 log = logging.getLogger("chairlift")
 
@@ -23,8 +24,8 @@ class Executor(Protocol):
     Both calls may raise: the requests of that step then fail, and the engine goes on, unless it is a DeviceError.
     """
 
-    def submit(self, plan: StepPlan) -> Any:
-        """Start one forward pass."""
+    def launch(self, step: Step) -> Any:
+        """Start one forward pass; the step is read here only."""
         ...
 
     def collect(self, ticket: Any) -> StepResult:
@@ -113,7 +114,7 @@ class Engine:
         now = self.clock.now()
         plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
-        events, ticket = self._submit(plan) if plan else ([], None)
+        events, ticket = self._launch(plan) if plan else ([], None)
         awaited = (plan, ticket, now) if ticket is not None else None
         if self._overlap:
             awaited, self._in_flight = self._in_flight, awaited
@@ -151,9 +152,9 @@ class Engine:
             "run: send it again, with a smaller n or max_tokens if it fails again",
         )
 
-    def _submit(self, plan: StepPlan) -> tuple[list[Event], Any]:
+    def _launch(self, plan: StepPlan) -> tuple[list[Event], Any]:
         try:
-            return [], self._executor.submit(plan)
+            return [], self._executor.launch(plan)
         except Exception as error:
             return self._fail(plan, error), None
 

@@ -1,4 +1,4 @@
-"""The torch executor: one plan in, one forward pass over its flat batch, one token out for each of its samples."""
+"""The torch executor: one step in, one forward pass over its flat batch, one token out for each of its samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
-from chairlift.core.plan import Candidates, PromptLogprobs, Slice, StepPlan, StepResult, TokenLogprobs
-from chairlift.core.request import Sequence
+from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.crowding import Crowding
 from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
 from chairlift.execution.mixed_graphs import MixedGraphs
@@ -37,21 +36,29 @@ class Ticket:
     tokens: np.ndarray
     done: torch.Event | None
     scores: list[tuple[list[int], Scores | Offers]]  # of which samples
-    prompt_scores: list[tuple[Sequence, int, Scores]]  # from which position on
+    prompt_scores: list[PromptScores]
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of consecutive tokens of one prompt."""
+
+    slice: int  # number of the slice that computed them
+    start: int  # position of the first token
+    scores: Scores
 
 
 class Decodes(NamedTuple):
-    """A step of nothing but decodes: who, where, and what they ask for."""
+    """A step of decodes alone, as arrays, and what their rows ask for."""
 
-    samples: list[Sequence]
+    listed: list[int]  # the rows as the step has them
     rows: np.ndarray
     starts: np.ndarray
     is_greedy: bool
-    scored: np.ndarray  # those whose log-probabilities are asked for
+    scored: np.ndarray  # numbers of the samples whose log-probabilities are asked for
 
 
 class TorchExecutor:
-    """Runs plans on one device. `submit` may return before the device is done; `collect` waits."""
+    """Runs steps on one device. `launch` may return before the device is done; `collect` waits."""
 
     def __init__(
         self,
@@ -93,37 +100,38 @@ class TorchExecutor:
         self._mixed.record()
         self._graphs.record()
 
-    def submit(self, plan: StepPlan) -> Ticket:
+    def launch(self, step: Step) -> Ticket:
         """Start one forward pass."""
         try:
-            return self._launch(plan)
+            return self._start(step)
         except torch.AcceleratorError as error:  # not for want of memory, which is another error
             raise DeviceError(str(error)) from error
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> Ticket:
+    def _start(self, step: Step) -> Ticket:
         if self._crowding is not None and self._crowding.look():
             self._crowding.apply()
-        if plan.saved or plan.restored or plan.spilled or plan.loaded:
-            assert self._host is not None, "a plan that swaps needs host memory"
-            self._host.move(plan)
-        elif plan.copies:
-            self._cache.copy(plan.copies)
-        self._rows.update(plan)
-        for sequence in plan.placed:
-            self._sampler.place(sequence)
-            self._scoring.place(sequence)
-        prompt_scores: list[tuple[Sequence, int, Scores]] = []
-        self._decodes = self._find_decodes(plan)
+        if step.saved or step.restored or step.spilled or step.loaded:
+            assert self._host is not None, "a step that swaps needs host memory"
+            self._host.move(step)
+        elif step.copies:
+            self._cache.copy(step.copies)
+        self._rows.update(step)
+        for newcomer in step.newcomers:
+            self._sampler.place(newcomer)
+            self._scoring.place(newcomer)
+        prompt_scores: list[PromptScores] = []
+        self._decodes = self._find_decodes(step)
         if self._decodes is not None and self._graphs is not None:
             _, rows, starts, is_greedy, scored = self._decodes
             positions = starts + 1
             logits, tokens = self._graphs.run(rows, starts, self._rows.find_shared(rows, positions), is_greedy)
         else:
-            rows = np.array([sequence.row for sequence in plan.samples], np.int64)
-            positions = np.array([sequence.computed for sequence in plan.samples], np.int64)  # where these will stand
-            logits, tokens, prompt_scores = self._read(plan, rows, positions)
-            if not plan.samples:
+            flat, rows = Flat.of(step), np.array(step.sample_rows, np.int64)
+            sampled_at = np.array(step.sampled_at, np.int64)
+            positions = flat.positions[sampled_at] + 1  # of the sampled tokens
+            logits, tokens, prompt_scores = self._read(flat, sampled_at, rows, positions)
+            if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
         which = self._send(scored) if scored.size else None
@@ -134,22 +142,22 @@ class TorchExecutor:
         scores = [] if which is None else self._scoring.score(raw, tokens[which], rows[scored], scored)
         return Ticket(self._bring(tokens), self._record(), scores, prompt_scores)
 
-    def _find_decodes(self, plan: StepPlan) -> Decodes | None:
-        """Who decodes, if a plan is nothing else: no prompt, no fork, no prompt's scores.
+    def _find_decodes(self, step: Step) -> Decodes | None:
+        """Return the decodes of a step that holds nothing else: no prompt, no fork, no prompt's log-probabilities.
 
-        Where they are those of the step before, they have moved on by one: all is known already.
+        Where the rows are those of the step before, only their positions change, by one.
         """
         last = self._decodes
-        if plan.tokens != len(plan.sequences) or plan.samples != plan.sequences:
+        if step.tokens != len(step.rows) or step.sample_rows != step.rows:
             return None
-        if last is not None and not plan.placed and plan.samples == last.samples:
-            samples, rows, starts, is_greedy, scored = last
-            return Decodes(samples, rows, starts + 1, is_greedy, scored)
-        rows = np.array([sequence.row for sequence in plan.sequences])
+        if last is not None and not step.newcomers and step.rows == last.listed:
+            listed, rows, starts, is_greedy, scored = last
+            return Decodes(listed, rows, starts + 1, is_greedy, scored)
+        rows = np.array(step.rows)
         if self._scoring.reads_prompts(rows):
             return None
-        starts = np.array(plan.starts)
-        return Decodes(plan.samples, rows, starts, self._sampler.is_greedy(rows), self._scoring.find(rows))
+        starts = np.array(step.starts)
+        return Decodes(step.rows, rows, starts, self._sampler.is_greedy(rows), self._scoring.find(rows))
 
     def _group(self) -> Grouping | None:
         """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
@@ -162,14 +170,13 @@ class TorchExecutor:
         return Grouping(cache.block_size, cache.kv_heads, members) if members else None
 
     def _read(
-        self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[Sequence, int, Scores]]]:
-        """A step with prompts in it: logits of what is sampled, its tokens if they are known, the prompts' scores.
+        self, flat: Flat, wanted: np.ndarray, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[PromptScores]]:
+        """Run a step with prompts in it: the logits of the `wanted` tokens of the flat batch, and the prompts' scores.
 
-        The tokens sampled will stand at these rows and positions.
+        If all rows are greedy, also their tokens, written to these rows and positions.
         """
         self._rows.tell_changes()
-        flat, wanted = Flat.of(plan), np.array(plan.sampled_at, np.int64)
         is_scored = self._scoring.reads_prompts(flat.rows)
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
         if self._mixed is not None and size is not None:
@@ -178,7 +185,7 @@ class TorchExecutor:
             return logits, tokens if self._sampler.is_greedy(rows) else None, []
         inputs, batch = self._rows.gather(flat)
         hidden = self._decoder.forward(inputs, batch, self._cache, None if is_scored else batch.only(wanted))
-        scores = self._score_prompts(plan.slices, hidden) if is_scored else []
+        scores = self._score_prompts(flat, hidden) if is_scored else []
         if is_scored:
             hidden = hidden[self._send(wanted)]
         return self._decoder.logits(hidden) if wanted.size else hidden, None, scores
@@ -198,26 +205,22 @@ class TorchExecutor:
             entries: Iterable[TokenLogprobs | Candidates] = scores.entries()
             for place, entry in zip(places, entries, strict=True):
                 logprobs[place] = entry
-        prompts = [
-            (sequence, PromptLogprobs(start, scores.entries())) for sequence, start, scores in ticket.prompt_scores
-        ]
+        prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
         failed = [place for place, token in enumerate(tokens) if token == NOTHING] if NOTHING in tokens else []
         return StepResult(tokens, logprobs, prompts or None, failed)
 
-    def _score_prompts(self, slices: list[Slice], hidden: torch.Tensor) -> list[tuple[Sequence, int, Scores]]:
-        """Log-probabilities of prompt tokens, each predicted by the token before it."""
+    def _score_prompts(self, flat: Flat, hidden: torch.Tensor) -> list[PromptScores]:
+        """Return the log-probabilities of prompt tokens, each predicted by the token before it."""
         found = []
-        offset = 0
-        for sequence, start, count in slices:
-            asked = sequence.request.prompt_scored
-            last = min(start + count, sequence.prompt_length - 1)
-            if asked is not None and sequence.index == 0:
-                for first in range(start, last, _SCORED_ROWS):
-                    stop = min(first + _SCORED_ROWS, last)
-                    logits = self._decoder.logits(hidden[offset + first - start : offset + stop - start])
-                    targets = self._rows.tokens[sequence.row, first + 1 : stop + 1].clone()
-                    found.append((sequence, first + 1, score_tokens(logits, targets, [asked] * (stop - first))))
-            offset += count
+        for place, (row, offset, end) in enumerate(zip(flat.rows, flat.starts, flat.contexts, strict=False)):
+            asked, prompt_length = self._scoring.prompt_of(row)
+            start, last = int(flat.positions[offset]), min(int(end), prompt_length - 1)
+            for first in range(start, last, _SCORED_ROWS) if asked >= 0 else ():
+                stop = min(first + _SCORED_ROWS, last)
+                logits = self._decoder.logits(hidden[offset + first - start : offset + stop - start])
+                targets = self._rows.tokens[row, first + 1 : stop + 1].clone()
+                scores = score_tokens(logits, targets, [asked] * (stop - first))
+                found.append(PromptScores(place, first + 1, scores))
         return found
 
     def _send(self, indices: np.ndarray) -> torch.Tensor:

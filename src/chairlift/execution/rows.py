@@ -8,15 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from chairlift.core.plan import StepPlan
-from chairlift.core.request import Sequence
+from chairlift.core.step import Newcomer, Step
 from chairlift.execution.sharing import Grouping, HostShared
 from chairlift.ops.batch import Batch, HostBatch, Shared, count_decodes, send
 from chairlift.ops.look_up import look_up
 
 
 class Flat(NamedTuple):
-    """The slices of a plan one behind the other, in main memory."""
+    """The slices of a step one behind the other, in host memory."""
 
     rows: np.ndarray  # [slices]
     starts: np.ndarray  # [slices + 1] their bounds
@@ -26,14 +25,13 @@ class Flat(NamedTuple):
     decodes: int  # slices of a single token before the first longer one
 
     @staticmethod
-    def of(plan: StepPlan) -> Flat:
-        """The slices of a plan."""
-        rows = np.array([sequence.row for sequence in plan.sequences])
-        begins, counts = np.array(plan.starts), np.array(plan.counts)
+    def of(step: Step) -> Flat:
+        """Lay out the slices of a step."""
+        rows, begins, counts = np.array(step.rows), np.array(step.starts), np.array(step.counts)
         starts = np.zeros(rows.size + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         owner = np.repeat(np.arange(rows.size), counts)
-        positions = np.arange(plan.tokens) + (begins - starts[:-1])[owner]
+        positions = np.arange(step.tokens) + (begins - starts[:-1])[owner]
         return Flat(rows, starts, begins + counts, owner, positions, count_decodes(starts))
 
 
@@ -56,9 +54,8 @@ class Rows:
         # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
         self.device_tables = torch.empty(0)
         self.scratch_block = -1
-        self._written = [0] * seats  # blocks of each row that are known here
-        self._places: list[int] = []  # where the tables on the device are not up to date,
-        self._changed: list[int] = []  # and what belongs there
+        self._places: list[int] = []  # entries of the tables that the device does not know yet, as if all were one,
+        self._changed: list[int] = []  # and the blocks there
 
     def keep_tables_on_device(self, scratch_block: int) -> None:
         """From now on, have every table on the device as well."""
@@ -76,42 +73,35 @@ class Rows:
         """Whether decodes that begin with the same blocks read them together."""
         return self._grouping is not None
 
-    def update(self, plan: StepPlan) -> None:
-        """Take in who sat down and whose table grew."""
+    def update(self, step: Step) -> None:
+        """Write the tokens and block tables of newcomers, and the table changes of other rows."""
         if self._places:
-            self.tell_changes()  # a step that failed has left them
-        if plan.placed:
+            self.tell_changes()  # left over by a step that failed
+        if step.newcomers:
             self._shared = b"", None
-            self._write_tokens(plan.placed)
-        if plan.placed or plan.grown:
-            self._write_tables(plan)
+            self._write_tokens(step.newcomers)
+        if step.newcomers or step.table_rows:
+            self._write_tables(step)
 
-    def _write_tokens(self, placed: list[Sequence]) -> None:
-        """Newcomers' tokens, in one transfer."""
-        counts = np.array([len(sequence.tokens) for sequence in placed])
-        begins = np.array([sequence.row for sequence in placed]) * self.tokens.shape[1] - (np.cumsum(counts) - counts)
-        what = np.fromiter(chain.from_iterable(sequence.tokens for sequence in placed), np.int32, int(counts.sum()))
+    def _write_tokens(self, newcomers: list[Newcomer]) -> None:
+        """Write newcomers' tokens, in one transfer."""
+        counts = np.array([len(each.tokens) for each in newcomers])
+        begins = np.array([each.row for each in newcomers]) * self.tokens.shape[1] - (np.cumsum(counts) - counts)
+        what = np.fromiter(chain.from_iterable(each.tokens for each in newcomers), np.int32, int(counts.sum()))
         places, tokens = send(self.device, np.repeat(begins, counts) + np.arange(what.size), what)
         self.tokens.view(-1)[places.long()] = tokens
 
-    def _write_tables(self, plan: StepPlan) -> None:
-        """Bring the tables here up to date, and note what the device must be told."""
-        width, replaced = self._tables.shape[1], 1 if plan.copies else 0  # the last one it knows may now be a copy
-        places, changed = self._places, self._changed
-        for sequence in plan.placed:
-            self._written[sequence.row] = 0
-        for sequence in (*plan.placed, *plan.grown):
-            row, blocks = sequence.row, sequence.table.blocks
-            first, last = max(0, self._written[row] - replaced), len(blocks)
-            self._written[row] = last
-            if last - first == 1:  # as in most steps
-                self._tables[row, first] = blocks[first]
-                places.append(row * width + first)
-                changed.append(blocks[first])
-            else:
-                self._tables[row, first:last] = blocks[first:]
-                places += range(row * width + first, row * width + last)
-                changed += blocks[first:]
+    def _write_tables(self, step: Step) -> None:
+        """Bring the tables in host memory up to date, and note the changes for the device."""
+        tables, width, places = self._tables, self._tables.shape[1], self._places
+        for row, place, block in zip(step.table_rows, step.table_places, step.table_blocks, strict=True):
+            tables[row, place] = block
+            places.append(row * width + place)
+        self._changed += step.table_blocks
+        for row, _, _, blocks, _ in step.newcomers:
+            tables[row, : len(blocks)] = blocks
+            places += range(row * width, row * width + len(blocks))
+            self._changed += blocks
 
     def take_changes(self, room: int) -> dict[str, np.ndarray]:
         """What the device does not know of the tables, for a step that tells it; if it is too much, it is told now."""

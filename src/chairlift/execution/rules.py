@@ -13,8 +13,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from chairlift.core.request import Processor, Request
-from chairlift.core.request import Sequence as Answer
+from chairlift.core.step import Newcomer, Processor, Sampling
 from chairlift.ops.batch import send
 
 
@@ -64,20 +63,20 @@ class Rules:
         self._vocabulary = vocabulary
         self._device = tokens.device
         self._of_row: dict[int, RequestRules] = {}
-        self._last: tuple[Request | None, RequestRules | None] = None, None  # siblings are placed one after the other
+        self._last: tuple[Sampling | None, RequestRules | None] = None, None  # siblings are placed one after the other
         self._prepared = Prepared((b"", b""))
 
-    def place(self, sequence: Answer) -> None:
-        """Take in the rules of a row's new sequence."""
-        request = sequence.request
-        if self._last[0] is not request:
-            self._last = request, self._read(request)
+    def place(self, newcomer: Newcomer) -> None:
+        """Read the rules of a row's new sequence."""
+        row, sampling = newcomer.row, newcomer.sampling
+        if self._last[0] is not sampling:
+            self._last = sampling, self._read(sampling, newcomer.tokens[: sampling.prompt_length])
         rules = self._last[1]
-        if rules is not None or sequence.row in self._of_row:
+        if rules is not None or row in self._of_row:
             self._prepared = Prepared((b"", b""))
-            self._of_row.pop(sequence.row, None)
+            self._of_row.pop(row, None)
         if rules is not None:
-            self._of_row[sequence.row] = rules
+            self._of_row[row] = rules
 
     def have_any(self, rows: np.ndarray) -> bool:
         """Whether any of these rows has rules."""
@@ -154,11 +153,11 @@ class Rules:
             first += len(own)
         found.completing = self._places(places)
 
-    def _read(self, request: Request) -> RequestRules | None:
-        params = request.params
-        must_go_on = params.min_tokens > 0 and bool(request.stop_ids)
-        is_banned = bool(request.bad_words) or must_go_on
-        if not (params.logit_bias or params.allowed_token_ids or is_banned or request.processors):
+    def _read(self, sampling: Sampling, prompt: list[int]) -> RequestRules | None:
+        params = sampling.params
+        must_go_on = params.min_tokens > 0 and bool(sampling.stop_ids)
+        is_banned = bool(sampling.bad_words) or must_go_on
+        if not (params.logit_bias or params.allowed_token_ids or is_banned or sampling.processors):
             return None
         bias = forbidden = None
         if params.logit_bias:
@@ -169,11 +168,11 @@ class Rules:
         return RequestRules(
             bias=bias,
             forbidden=forbidden,
-            stop_ids=_ids(request.stop_ids if must_go_on else ()),
-            min_length=len(request.prompt) + params.min_tokens if must_go_on else 0,
-            bad_words=self._read_words(request.bad_words),
-            prompt=request.prompt,
-            processors=request.processors,
+            stop_ids=_ids(sampling.stop_ids if must_go_on else ()),
+            min_length=sampling.prompt_length + params.min_tokens if must_go_on else 0,
+            bad_words=self._read_words(sampling.bad_words),
+            prompt=prompt,
+            processors=sampling.processors,
         )
 
     def _read_words(self, words: Sequence[tuple[int, ...]]) -> tuple[Words, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from chairlift.core.request import Sequence
+from chairlift.core.step import Newcomer
 from chairlift.execution.rules import Rules
 from chairlift.ops import sampling
 from chairlift.ops.filters import Filters
@@ -34,9 +34,10 @@ class Sampler:
         self._seed = np.zeros(seats, np.uint64)
         self._rules = Rules(tokens, vocabulary)
 
-    def place(self, sequence: Sequence) -> None:
+    def place(self, newcomer: Newcomer) -> None:
         """Write a newcomer's parameters to its row."""
-        row, params = sequence.row, sequence.request.params
+        row, sampling = newcomer.row, newcomer.sampling
+        params = sampling.params
         is_random = not (params.is_greedy or params.use_beam_search)
         self._temperature[row] = min(params.temperature, _HOTTEST) if is_random else 0.0
         self._top_k[row] = min(max(params.top_k, 0), _MOST)
@@ -45,10 +46,10 @@ class Sampler:
         repetition = min(max(params.repetition_penalty, 1 / _FACTOR), _FACTOR)
         self._penalties[:, row] = repetition, params.presence_penalty, params.frequency_penalty
         self._has_penalties[row] = params.has_penalties
-        self._prompt_length[row] = sequence.prompt_length
+        self._prompt_length[row] = sampling.prompt_length
         # Siblings differ by their index alone.
-        self._seed[row] = _mix(sequence.request.seed + sequence.index * 0xD1B54A32D192ED03)
-        self._rules.place(sequence)
+        self._seed[row] = _mix(sampling.seed + newcomer.index * 0xD1B54A32D192ED03)
+        self._rules.place(newcomer)
 
     def is_greedy(self, rows: np.ndarray) -> bool:
         """Whether all that these rows want is the likeliest token."""

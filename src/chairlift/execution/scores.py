@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from chairlift.core.plan import Candidates, TokenLogprobs
-from chairlift.core.request import Sequence
+from chairlift.core.step import Candidates, Newcomer, TokenLogprobs
 from chairlift.ops.batch import send
 from chairlift.ops.sampling import candidates, score
 
@@ -67,18 +66,21 @@ class Scoring:
     def __init__(self, seats: int, device: torch.device) -> None:
         self._device = device
         self._alternatives = np.full(seats, -1)  # -1: nothing is asked for
-        self._reads_prompt = np.zeros(seats, bool)
+        self._prompt_alternatives = np.full(seats, -1)  # the same for tokens of the prompt
+        self._prompt_lengths = np.zeros(seats, np.int64)
         self._searches: dict[int, Search] = {}
 
-    def place(self, sequence: Sequence) -> None:
-        """Take in what the new sequence of a row asks for."""
-        row, request = sequence.row, sequence.request
-        self._alternatives[row] = -1 if request.scored is None else request.scored
-        self._reads_prompt[row] = request.params.prompt_logprobs is not None
+    def place(self, newcomer: Newcomer) -> None:
+        """Note which log-probabilities the new sequence of a row asks for; siblings leave the prompt's to the first."""
+        row, sampling = newcomer.row, newcomer.sampling
+        self._alternatives[row] = -1 if sampling.alternatives is None else sampling.alternatives
+        is_asked = sampling.prompt_alternatives is not None and newcomer.index == 0
+        self._prompt_alternatives[row] = sampling.prompt_alternatives if is_asked else -1
+        self._prompt_lengths[row] = sampling.prompt_length
         self._searches.pop(row, None)
-        if request.params.use_beam_search:
-            stops = np.fromiter(request.stop_ids, np.int64)
-            self._searches[row] = Search(request.params.width, request.scored or 0, stops)
+        if sampling.params.use_beam_search:
+            stops = np.array(sampling.stop_ids, np.int64)
+            self._searches[row] = Search(sampling.params.width, sampling.alternatives or 0, stops)
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """Which of these rows have something to score."""
@@ -86,7 +88,11 @@ class Scoring:
 
     def reads_prompts(self, rows: np.ndarray) -> bool:
         """Whether any of these rows wants its prompt's log-probabilities."""
-        return bool(self._reads_prompt[rows].any())
+        return bool((self._prompt_alternatives[rows] >= 0).any())
+
+    def prompt_of(self, row: int) -> tuple[int, int]:
+        """Return the alternatives that a row asks for with each prompt token (-1: none), and its prompt's length."""
+        return int(self._prompt_alternatives[row]), int(self._prompt_lengths[row])
 
     def score(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, places: np.ndarray

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 
 from chairlift.core.errors import SettingsError
-from chairlift.core.plan import StepPlan
+from chairlift.core.step import Moves, Step
 from chairlift.ops.kv_cache import KvCache
-
-Pairs = list[tuple[int, int]]
 
 
 class HostBlocks:
@@ -27,24 +25,24 @@ class HostBlocks:
         self._stream = torch.cuda.Stream(cache.data.device) if cache.data.is_cuda else None  # type: ignore[no-untyped-call]
         self._data = torch.empty(blocks, layers, *rest, dtype=cache.data.dtype, pin_memory=cache.data.is_cuda)
 
-    def move(self, plan: StepPlan) -> None:
-        """All that a plan moves, on the device too; everything is read before anything is written in its place."""
+    def move(self, step: Step) -> None:
+        """All that a step moves, on the device too; everything is read before anything is written in its place."""
         device = self._cache.data.device
-        loaded = self._turn_over(plan.spilled, plan.loaded) if plan.spilled or plan.loaded else None
+        loaded = self._turn_over(step.spilled, step.loaded) if step.spilled or step.loaded else None
         if self._stream is None:
-            returning = self._data[[source for source, _ in plan.restored]]
-            if plan.saved:
-                self._data[[target for _, target in plan.saved]] = self._gather(plan.saved)
+            returning = self._data[[source for source, _ in step.restored]]
+            if step.saved:
+                self._data[[target for _, target in step.saved]] = self._gather(step.saved)
         else:
-            returning = self._travel(plan.saved, plan.restored)
-        if plan.copies:
-            self._cache.copy(plan.copies)
-        for pairs, blocks in ((plan.restored, returning), (plan.loaded, loaded)):
+            returning = self._travel(step.saved, step.restored)
+        if step.copies:
+            self._cache.copy(step.copies)
+        for pairs, blocks in ((step.restored, returning), (step.loaded, loaded)):
             if pairs and blocks is not None:
                 targets = torch.tensor([target for _, target in pairs], device=device)
                 self._cache.data[:, targets] = blocks.to(device).transpose(0, 1)
 
-    def _turn_over(self, spilled: Pairs, loaded: Pairs) -> torch.Tensor | None:
+    def _turn_over(self, spilled: Moves, loaded: Moves) -> torch.Tensor | None:
         """From host memory to the file, and from there as a tensor; what still travels to the host is waited for."""
         assert self._disk is not None, "a plan that spills needs a file"
         if self._stream is not None:
@@ -57,11 +55,11 @@ class HostBlocks:
             self._disk.put(target, self._data[source].contiguous().view(torch.uint8).numpy())
         return returning
 
-    def _gather(self, saved: Pairs) -> torch.Tensor:
+    def _gather(self, saved: Moves) -> torch.Tensor:
         sources = torch.tensor([source for source, _ in saved], device=self._cache.data.device)
         return self._cache.data[:, sources].transpose(0, 1).contiguous()
 
-    def _travel(self, saved: Pairs, restored: Pairs) -> torch.Tensor:
+    def _travel(self, saved: Moves, restored: Moves) -> torch.Tensor:
         """On a GPU the copies have a stream of their own.
 
         Those that leave are gathered first and travel while the step computes; those that return are waited for.
