@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import NoReturn
 
 import pytest
-from fakes import likeliest, mark_after, marks_of, sample
+from fakes import likeliest, mark_after, marks_of, sample_masked
 
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Phase, Sequence
@@ -51,6 +51,7 @@ class Ticket:
     result: StepResult
     is_broken: bool = False  # it wrote garbage, and `collect` will say so
     damaged: list[Sequence] = field(default_factory=list)  # sequences that read garbage of a broken pass
+    masked: list[tuple[int, Row, int]] = field(default_factory=list)  # tokens to choose, and the mark before each
 
 
 class FakeExecutor:
@@ -76,6 +77,9 @@ class FakeExecutor:
         self.copied = 0
         self.breaks_at_submit = False
         self.breaks_at_collect = False
+        self.breaks_at_choose = False
+        self.accepted = 0  # drafts
+        self.rejected = 0
         self._in_flight: deque[Ticket] = deque()
         self._steps = 0
 
@@ -93,18 +97,50 @@ class FakeExecutor:
                 self.rows[row] = Row()
             raise BrokenPassError("the device fell off the bus")
         is_broken, self.breaks_at_collect = self.breaks_at_collect, False
+        if self._in_flight and self._in_flight[-1].masked:
+            complain("a step was launched before the masks of the step before came")
         self._move_blocks(step, plan)
+        for number, drafts in step.drafts:
+            row = self.rows[step.sample_rows[number]]
+            row.tokens += drafts
+            for token in drafts:
+                row.marks.append(mark_after(row.marks[-1], token))
         flat = self._write(step)
         if is_broken:
             self._leave_garbage(plan)
         damaged = self._verify_contexts(plan)
         if damaged and not is_broken and not self.is_doubtful:
             complain("; ".join(damaged.values()))
-        ticket = Ticket(
-            StepResult(*self._sample(step, plan, flat, damaged), self._score_prompts(step)), is_broken, list(damaged)
-        )
+        ticket = Ticket(StepResult([], prompt_logprobs=self._score_prompts(step)), is_broken, list(damaged))
+        self._sample(step, plan, flat, damaged, ticket)
         self._in_flight.append(ticket)
         return ticket
+
+    def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+        """The samples that waited for their masks."""
+        if self.breaks_at_choose:
+            self.breaks_at_choose = False
+            self._in_flight.remove(ticket)
+            for _, row, _ in ticket.masked:
+                row.tokens.append(0)  # whatever it is, its request is about to end
+            raise BrokenPassError("the device lost the masks")
+        if ticket is not self._in_flight[-1]:
+            complain("masks came for another step than the last")
+        for (number, row, mark), mask in zip(ticket.masked, masks, strict=True):
+            token = self._append(row, mark, mask)
+            ticket.result.tokens[number] = token
+            if ticket.result.logprobs is not None:
+                assert row.sampling is not None
+                ticket.result.logprobs[number] = self._score(row.sampling, token, mark)
+        ticket.masked = []
+
+    def _append(self, row: Row, mark: int, mask: bytes | None = None) -> int:
+        """Sample the next token of a row, behind a context that ends with `mark`."""
+        assert row.sampling is not None
+        token = sample_masked(mark, row.sampling.seed, row.index, len(row.tokens), mask)
+        row.tokens.append(token)
+        row.marks.append(_UNKNOWN if mark == GARBAGE else mark_after(row.marks[-1], token))
+        return token
 
     @property
     def is_doubtful(self) -> bool:
@@ -207,27 +243,38 @@ class FakeExecutor:
         return damaged
 
     def _sample(
-        self, step: Step, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str]
-    ) -> tuple[list[int], list[Score] | None]:
-        sampled: list[int] = []
-        ends = list(accumulate(step.counts))
-        for sequence, end in zip(plan.sequences, ends, strict=True) if damaged else ():
-            flat[end - 1] = GARBAGE if sequence in damaged else flat[end - 1]
+        self, step: Step, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str], ticket: Ticket
+    ) -> None:
+        """A token for each sample; for one with drafts, those accepted and one more."""
+        ends, drafts, result = list(accumulate(step.counts)), dict(step.drafts), ticket.result
+        counts: list[int] = []
+        for sequence, end, count in zip(plan.sequences, ends, step.counts, strict=True) if damaged else ():
+            if sequence in damaged:
+                flat[end - count : end] = [GARBAGE] * count
         scores: list[Score] = []
-        for number, at in zip(step.sample_rows, step.sampled_at, strict=True):
-            place = bisect_right(ends, at)
-            row, position = self.rows[number], step.starts[place] + step.counts[place] - (ends[place] - 1 - at)
+        for number, at in enumerate(step.sampled_at):
+            row, wanted, place = self.rows[step.sample_rows[number]], drafts.get(number, []), bisect_right(ends, at)
+            position = step.starts[place] + step.counts[place] - (ends[place] - 1 - at)
             if position != len(row.tokens):
-                complain(
-                    f"{row.owner} samples position {position}, but the device knows {len(row.tokens)} of its tokens"
-                )
+                complain(f"{row.owner} samples position {position}, the device knows {len(row.tokens)} of its tokens")
+            del row.tokens[len(row.tokens) - len(wanted) :], row.marks[len(row.marks) - len(wanted) :]
+            begin = len(result.tokens)
             assert row.sampling is not None
-            token = sample(flat[at], row.sampling.seed, row.index, position)
-            row.tokens.append(token)
-            row.marks.append(_UNKNOWN if flat[at] == GARBAGE else mark_after(row.marks[-1], token))
-            sampled.append(token)
-            scores.append(self._score(row.sampling, token, flat[at]))
-        return sampled, scores if any(scores) else None
+            for mark, draft in zip(flat[at - len(wanted) : at + 1], [*wanted, None], strict=True):
+                if number in step.masked:
+                    ticket.masked.append((len(result.tokens), row, mark))
+                    token = -1  # `choose` tells
+                else:
+                    token = self._append(row, mark)
+                result.tokens.append(token)
+                scores.append(self._score(row.sampling, token, mark))
+                if token != draft:
+                    break
+            counts.append(len(result.tokens) - begin)
+            self.accepted += counts[-1] - 1
+            self.rejected += len(wanted) - counts[-1] + 1
+        result.logprobs = scores if any(scores) else None
+        result.counts = counts if drafts else None
 
     def _score(self, sampling: Sampling, token: int, mark: int) -> Score:
         if sampling.alternatives is None:

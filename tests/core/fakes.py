@@ -40,12 +40,47 @@ def sample(mark: int, seed: int, index: int, position: int) -> int:
     return hash((mark, seed, index, position)) % VOCAB
 
 
+class Picky:
+    """A constraint that forbids about half of all tokens, depending on all that were chosen before."""
+
+    def __init__(self, state: int = 0) -> None:
+        self._state = state
+
+    def mask(self) -> bytes | None:
+        """The tokens that may come next, as bits; sometimes all."""
+        if self._state % 5 == 0:
+            return None
+        bits = hash((self._state, "bits")) & ((1 << VOCAB) - 1) | 1
+        return bits.to_bytes(VOCAB // 8, "little")
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token, which must be one of those allowed."""
+        mask = self.mask()
+        assert mask is None or mask[token // 8] >> token % 8 & 1, f"{token} is not allowed"
+        self._state = hash((self._state, token)) & 0xFFFF
+
+    def fork(self) -> Picky:
+        """The same, on its own from now on."""
+        return Picky(self._state)
+
+
+def sample_masked(mark: int, seed: int, index: int, position: int, mask: bytes | None) -> int:
+    """The token at `position` of those that a mask allows."""
+    token = sample(mark, seed, index, position)
+    while mask is not None and not mask[token // 8] >> token % 8 & 1:
+        token = (token + 1) % VOCAB
+    return token
+
+
 def answer_to(request: Request, index: int, limit: int) -> tuple[list[int], FinishReason]:
     """What the model answers, alone and without a cache, to a request whose sequences may hold `limit` tokens."""
     tokens: list[int] = []
     mark = marks_of(request.prompt, request.salt)[-1]
+    constraint = None if request.constraint is None else request.constraint.fork()
     for position in range(len(request.prompt), limit):
-        token = sample(mark, request.seed, index, position)
+        token = sample_masked(mark, request.seed, index, position, constraint and constraint.mask())
+        if constraint is not None:
+            constraint.accept(token)
         tokens.append(token)
         if token in request.stop_ids:
             return tokens, FinishReason.STOP

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from fakes import VOCAB
+from fakes import VOCAB, Picky
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -59,7 +59,8 @@ def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
 def walk(shape: Shape, seed: int, events: int) -> World:
     """Let things happen at random until `events` have, then let everything end."""
     random = Random(seed)
-    world = World(shape, beams=random.random() < 0.3)
+    drafts = Random(seed) if random.random() < 0.3 else None
+    world = World(shape, beams=random.random() < 0.3, drafts=drafts)
     crowd = random.randint(1, 3 * shape.seats)  # how many requests may be in the world
     haste = random.random()  # how fast newcomers come
     trouble = random.choice(TROUBLE)  # how often somebody leaves or something breaks
@@ -89,7 +90,8 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
         eos=eos,
         seed=random.getrandbits(32),
         salt="a" if random.random() < 0.1 else "",
-        sampling=sampling(world, random, n),
+        sampling=(chosen := sampling(world, random, n)),
+        constraint=Picky() if random.random() < 0.1 and "use_beam_search" not in chosen else None,
     )
 
 
@@ -126,7 +128,7 @@ def cause_trouble(world: World, random: Random) -> None:
     if kind == 0 and world.speaking:
         world.stop(random.choice(list(world.speaking)))
     elif kind in (1, 2):
-        world.break_next(at_submit=random.random() < 0.3)
+        world.break_next(at_submit=random.random() < 0.3, at_choose=random.random() < 0.2)
     else:
         # Any request that ever came: most have ended, which must be no error.
         known = [*world.live, f"r{random.randint(0, world.submitted)}"]
@@ -148,6 +150,8 @@ def test_random_events_break_no_promise(overlap: bool, size: int, record_propert
             "evicted",
             "returned",
             "searches",
+            "accepted",
+            "rejected",
         ),
         0,
     )
@@ -164,6 +168,8 @@ def test_random_events_break_no_promise(overlap: bool, size: int, record_propert
         seen["failed"] += counters.failed
         seen["aborted"] += counters.aborted
         seen["searches"] += world.searches
+        seen["accepted"] += world.executor.accepted
+        seen["rejected"] += world.executor.rejected
         seen["cached"] += counters.cached_tokens
         cache = world.scheduler.memory.prefix_cache
         seen["evicted"] += 0 if cache is None else cache.evictions

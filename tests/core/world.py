@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from struct import unpack
 from typing import Any
 
@@ -164,8 +165,16 @@ class WatchedScheduler(Scheduler):
 class World:
     """Submits, aborts, stops, breaks and steps; and holds every answer against what the model says alone."""
 
-    def __init__(self, shape: Shape, settings: SchedulingSettings | None = None, *, beams: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        settings: SchedulingSettings | None = None,
+        *,
+        beams: bool = False,
+        drafts: Random | None = None,
+    ) -> None:
         self.shape = shape
+        self._random = drafts  # of drafts, some right and some wrong; None: there are no drafts
         self.beams = beams  # whether requests may be for beams, of which what is promised of fcfs does not hold
         limits = Limits(shape.seats, shape.step_tokens, shape.max_length, VOCAB)
         host = BlockPool(shape.host_blocks, shape.block_size)
@@ -174,7 +183,8 @@ class World:
         disk = BlockPool(shape.disk_blocks, shape.block_size)
         cache = PrefixCache(pool, (host, disk), Cost()) if shape.caches else None
         self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
-        self.scheduler.is_fcfs = settings is None and not beams
+        self.scheduler.is_fcfs = settings is None and not beams and drafts is None
+        self.scheduler.drafter = None if drafts is None else self._draft
         self.searches = 0  # requests for beams that were let in
         self.executor = FakeExecutor(
             shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks, shape.disk_blocks
@@ -190,6 +200,15 @@ class World:
     @property
     def events(self) -> int:
         return self.scheduler.events
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        """Tokens that may come next: the first ones right, others not."""
+        assert self._random is not None
+        record = self.live[sequence.request.id]
+        tokens = record.answers[sequence.index][0] if sequence.index < len(record.answers) else []
+        count = self._random.randint(0, 4)
+        right = tokens[len(sequence.output) :][: self._random.randint(0, count)]
+        return [*right, *self._random.choices(range(VOCAB), k=count - len(right))]
 
     # ---- what can happen
 
@@ -242,6 +261,9 @@ class World:
     def abort(self, request_id: str) -> None:
         """End a request, or none if it has ended: what it held is free at once, and it is heard of no more."""
         record = self.live.get(request_id)
+        if request_id in {event.sequence.request.id for event in self.engine._late}:
+            assert not self.engine.abort(request_id), "it has ended, and the next step says so"
+            return
         self._read(self.engine.abort(request_id))
         assert request_id not in self.live
         assert record is None or FinishReason.ABORT in record.ended.values()
@@ -249,14 +271,19 @@ class World:
     def stop(self, key: tuple[str, int]) -> None:
         """End one sequence whose tokens have begun to come, as the text side does on a stop string."""
         sequence, record = self.speaking[key], self.live[key[0]]
+        if sequence.is_done:
+            assert not self.engine.stop(sequence), "it has ended, and the next step says so"
+            return
         self._read(self.engine.stop(sequence))
         assert record.ended[key[1]] is FinishReason.STOP
         assert not sequence.table.blocks
 
-    def break_next(self, at_submit: bool) -> None:
-        """Let the executor fail in the next pass that it starts, or that it collects."""
+    def break_next(self, at_submit: bool, at_choose: bool = False) -> None:
+        """Let the executor fail in the next pass that it starts, that it is sent masks for, or that it collects."""
         if at_submit:
             self.executor.breaks_at_submit = True
+        elif at_choose:
+            self.executor.breaks_at_choose = True
         else:
             self.executor.breaks_at_collect = True
 

@@ -156,7 +156,7 @@ class Memory:
 
     def fork(self, sequence: Sequence, sibling: Sequence) -> None:
         """Give a sibling the same blocks."""
-        sibling.computed = sequence.computed
+        sibling.computed, sibling.length = sequence.computed, sequence.length
         sibling.table = self.pool.fork(sequence.table, sequence.computed)
         sibling.prefix.cursor, sibling.prefix.kept = sequence.prefix.cursor, sequence.prefix.kept
         sibling.cached = sequence.cached
@@ -171,13 +171,14 @@ class Memory:
             member.table = table
             member.tokens, member.computed, member.prefix.cursor, member.prefix.kept = place
             member.tokens.append(beam.token)
+            member.length = len(member.tokens)
 
     def yield_all(self, step: StepPlan, victim: Sequence) -> None:
         """It gives up its blocks and will come back."""
         self._keep_answer(victim)
-        step.saved += self.preemption.leave(victim, self.pool)
         if victim.beams is not None:
-            victim.computed = min(victim.computed, len(victim.tokens) - 1)  # its last one must offer again
+            victim.rewind(victim.in_flight)  # its candidates are computed again
+        step.saved += self.preemption.leave(victim, self.pool)
         victim.prefix.cursor = None
 
     def end(self, sequence: Sequence) -> None:

@@ -73,7 +73,8 @@ class Swap(Recompute):
     def come_back(self, sequence: Sequence) -> Moves:
         """All that was saved, into its first blocks."""
         saved = sequence.saved.blocks
-        moves = list(zip(saved, sequence.table.blocks[: len(saved)], strict=True))
+        # Fewer than were saved, if drafts were rejected since.
+        moves = list(zip(saved, sequence.table.blocks, strict=False))
         self.host.release(sequence.saved)
         return moves
 

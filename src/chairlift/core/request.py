@@ -7,6 +7,7 @@ from enum import Enum, StrEnum
 from typing import Protocol
 
 from chairlift.core.blocks import BlockTable
+from chairlift.core.constraint import Constraint
 from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.prefix_cache import Prefix
 from chairlift.core.step import Processor, Sampling
@@ -50,6 +51,7 @@ class Request:
     endpoint: str = ""  # where it came from: a hint on the length of its answer
     known_length: int | None = None  # of the answer, in experiments alone
     processors: tuple[Processor, ...] = ()  # params.logits_processors, safe to call
+    constraint: Constraint | None = None  # in its first state: each sequence gets a fork
     sampling: Sampling = field(init=False, repr=False)  # what executors need of all this
 
     def __post_init__(self) -> None:
@@ -109,24 +111,26 @@ class Search(Protocol):
 
 
 class Sequence:
-    """One answer in the making: its tokens, of which the first `computed` have keys and values in the cache.
+    """One answer: its tokens, of which the first `computed` have keys and values in the cache.
 
-    `computed` counts what has been planned, so a step in flight is already in it. Whatever is computed up to its last
-    token has a successor, which is known or on its way: so where `computed` is ahead of `tokens`, others will come.
+    `computed` and `length` count what has been planned, so they include the steps in flight.
     """
 
     __slots__ = (
         "beams",
         "cached",
         "computed",
+        "constraint",
+        "decode_until",
         "expected",
         "followers",
         "index",
         "is_forked",
-        "last",
+        "length",
         "limit",
         "order",
         "phase",
+        "plain_until",
         "preemptions",
         "prefix",
         "prompt_length",
@@ -134,11 +138,11 @@ class Sequence:
         "request",
         "row",
         "saved",
-        "smooth",
         "started",
         "stop_ids",
         "table",
         "tokens",
+        "unchecked",
     )
 
     def __init__(self, request: Request, order: int, limit: int, index: int = 0) -> None:
@@ -150,7 +154,9 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.stop_ids = request.stop_ids
         self.computed = 0
-        self.smooth = 0  # while fewer tokens are computed, all it wants is its next one, and there is room for it
+        self.length = self.prompt_length  # tokens known and in flight
+        self.unchecked = 0  # draft tokens in flight: how many of them will be accepted is not known
+        self.decode_until = 0  # while computed < decode_until, the next slice is one token, in an allocated block
         self.phase = Phase.WAITING
         self.rank: tuple[float, int, int] = (0.0, order, index)
         self.row = -1  # its seat in the batch while running: executors keep per-sequence state there
@@ -164,12 +170,24 @@ class Sequence:
         self.followers: list[Sequence] = []  # preempted beams that are resumed together with this one
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
-        self.last = limit - 1  # while it has fewer tokens, one more does not end it by its length; 0: it has ended
+        self.constraint = None if request.constraint is None else request.constraint.fork()
+        # While it has fewer tokens, one more is appended without a check, unless it is a stop token.
+        self.plain_until = limit - 1 if self.constraint is None else 0
 
     @property
-    def length(self) -> int:
-        """Tokens known and on their way."""
-        return max(len(self.tokens), self.computed + 1)
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self.phase is Phase.DONE
+
+    @property
+    def in_flight(self) -> int:
+        """How many of its tokens have been planned and are not known yet."""
+        return self.length - len(self.tokens)
+
+    def rewind(self, count: int) -> None:
+        """Take back the last `count` tokens in flight: they were rejected, or will be sampled again."""
+        self.length -= count
+        self.computed = min(self.computed, self.length - 1)
 
     @property
     def output(self) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import islice, repeat
 
 from chairlift.core.batching import Continuous, Gate, Line
 from chairlift.core.beams import Beams
@@ -72,6 +73,9 @@ class Scheduler:
         self._plans = 0
         self._prompt_steps = 0  # in a row, without decodes
         self._moved: list[Sequence] = []  # beams that have gone on elsewhere: the device must be told
+        self._constrained = 0  # live requests with a constraint
+        # Proposes tokens that may come next in a sequence; the next step checks them all at once.
+        self.drafter: Callable[[Sequence], list[int]] | None = None
 
     # ---- requests in and out
 
@@ -95,6 +99,7 @@ class Scheduler:
         if self.policy.needs_lengths:
             sequence.expected = self.predictor.predict(request)
         self._live[request.id] = [sequence]
+        self._constrained += request.constraint is not None
         self.policy.arrived(sequence)
         sequence.rank = (self.policy.key(sequence), order, 0)
         self.waiting.push(sequence, request.arrival)
@@ -159,7 +164,26 @@ class Scheduler:
         self._moved.clear()
         self.memory.finish(step)
         step.number()
+        if self._constrained:
+            step.masked = [place for place, each in enumerate(step.samples) if each.constraint is not None]
         return step
+
+    def masks(self, step: StepPlan) -> tuple[list[bytes | None], list[Event]]:
+        """Return the masks of a step's constrained samples, once the tokens before them are known.
+
+        A constraint that fails ends its request: the events say so.
+        """
+        masks: list[bytes | None] = []
+        events: list[Event] = []
+        for sequence in (step.samples[place] for place in step.masked):
+            mask = None
+            if sequence.phase is not Phase.DONE and sequence.constraint is not None:
+                try:
+                    mask = sequence.constraint.mask()
+                except Exception as error:
+                    events += self._fail_constraint(sequence, error)
+            masks.append(mask)
+        return masks, events
 
     def pause(self, now: float) -> float:
         """Seconds for which nothing can happen by itself: the batch is empty, and the gate waits for it to fill."""
@@ -181,7 +205,10 @@ class Scheduler:
 
     def apply(self, step: StepPlan, result: StepResult) -> Outcome:
         """Take in what a pass computed: append tokens, end what is complete and free its blocks at once."""
-        assert len(result.tokens) == len(step.samples), "an executor owes one token for each sample"
+        counts = result.counts
+        assert len(step.samples) == len(result.tokens if counts is None else counts), (
+            "one token or count for each sample"
+        )
         events = [
             Event(step.sequences[place], prompt_logprobs=scores)
             for place, scores in result.prompt_logprobs or ()
@@ -193,11 +220,13 @@ class Scheduler:
             if sequence.phase is not Phase.DONE:
                 request = sequence.request
                 events += self._end(self._live[request.id], FinishReason.ERROR, request.no_token_error)
-        odd: set[Sequence] = set()  # of whom there is other news than a token
+        if counts is not None:
+            return self._apply_drafts(step, result, counts, events)
+        odd: set[Sequence] = set()  # of which there is other news than a token
         is_scored = result.logprobs is not None
         for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
             known = sequence.tokens
-            if len(known) < sequence.last and token not in sequence.stop_ids and not is_scored:
+            if len(known) < sequence.plain_until and token not in sequence.stop_ids and not is_scored:
                 known.append(token)  # and that is all, as with nearly every token
                 continue
             news = self._take(sequence, token, scored)
@@ -209,6 +238,34 @@ class Scheduler:
         usual = [pair for pair in zip(step.samples, result.tokens, strict=True) if pair[0] not in odd]
         return Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events)
 
+    def _apply_drafts(self, step: StepPlan, result: StepResult, counts: list[int], events: list[Event]) -> Outcome:
+        """Append the tokens of a step that checked drafts, for each sample those accepted and one more."""
+        outcome = Outcome(events=events)
+        tokens = zip(result.tokens, result.logprobs or repeat(None), strict=False)
+        for sequence, count in zip(step.samples, counts, strict=True):
+            taken = list(islice(tokens, count))
+            if sequence.is_done:
+                continue
+            sequence.rewind(sequence.unchecked + 1 - count)
+            sequence.unchecked = 0
+            own = self._take_all(sequence, taken)
+            if any(event.finish_reason or event.logprobs for event in own) or len(own) < count:
+                events += own
+            else:
+                outcome.sequences += repeat(sequence, count)
+                outcome.tokens += (token for token, _ in taken)
+        return outcome
+
+    def _take_all(self, sequence: Sequence, tokens: list[tuple[int, TokenLogprobs | Candidates | None]]) -> list[Event]:
+        """Append several tokens; those behind a stop token are dropped. An event for each."""
+        found: list[Event] = []
+        for token, scored in tokens:
+            news = self._take(sequence, token, scored)
+            found += [Event(sequence, token)] if news is None else news
+            if sequence.is_done:
+                break
+        return found
+
     def _take(self, sequence: Sequence, token: int, scored: TokenLogprobs | Candidates | None) -> list[Event] | None:
         """Take in a token with which there may be more to do; the news if it is not just the token."""
         if sequence.phase is Phase.DONE:
@@ -216,6 +273,11 @@ class Scheduler:
         if isinstance(scored, Candidates):
             return self._search(sequence, scored)
         sequence.tokens.append(token)
+        if sequence.constraint is not None:
+            try:
+                sequence.constraint.accept(token)
+            except Exception as error:
+                return self._fail_constraint(sequence, error)
         reason = None
         if token in sequence.stop_ids:
             reason = FinishReason.STOP
@@ -224,6 +286,11 @@ class Scheduler:
         if reason is not None:
             self._retire([sequence], reason)
         return None if reason is None and scored is None else [Event(sequence, token, reason, scored)]
+
+    def _fail_constraint(self, sequence: Sequence, error: Exception) -> list[Event]:
+        """End the request of a constraint that raised."""
+        message = f"the constraint on the answer failed: {type(error).__name__}: {error}"
+        return self._end(self._live[sequence.request.id], FinishReason.ERROR, message)
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """The pass broke: end every request that was in it, or that read what it should have written; others go on."""
@@ -243,6 +310,13 @@ class Scheduler:
         assert len(waiting) == len(self.waiting) == sum(1 for _ in self.waiting)
         self.seats.check(running)
         self.memory.check(running, waiting)
+        samples = Counter(each for step in self.memory.in_flight for each in step.samples)
+        for sequence in live:
+            if sequence.beams is None:
+                assert sequence.in_flight == samples[sequence] + sequence.unchecked
+            else:  # candidates in flight are dropped when beams are preempted, and wait for those of other beams
+                assert 0 <= sequence.in_flight <= 1
+            assert sequence.computed < sequence.length <= sequence.limit
         c = self.counters
         assert c.submitted == len(self._live) + c.finished + c.aborted + c.rejected + c.failed
 
@@ -253,11 +327,13 @@ class Scheduler:
         # Decodes always fit: a step has at least as many tokens as the batch has seats (Limits).
         samples, starts = step.samples, step.starts
         prompts: list[Sequence] = []
+        drafted: list[tuple[Sequence, list[int]]] = []
         for sequence in self.running.copy():
             start = sequence.computed
-            if start < sequence.smooth:
+            if start < sequence.decode_until:
                 sequence.computed = start + 1
-            elif not self._may_decode(step, sequence, prompts):
+                sequence.length = start + 2
+            elif not self._may_decode(step, sequence, prompts, drafted):
                 continue
             samples.append(sequence)
             starts.append(start)
@@ -265,13 +341,23 @@ class Scheduler:
         step.counts += repeat(1, len(samples))
         step.tokens = len(samples)
         step.sampled_at += range(len(samples))
+        for place, (sequence, drafts) in enumerate(drafted):
+            self._check_drafts(step, sequence, drafts, len(drafted) - place)
         if prompts:
             self._extend_prompts(step, prompts)
 
-    def _may_decode(self, step: StepPlan, sequence: Sequence, prompts: list[Sequence]) -> bool:
-        """Whether a sequence has its next token in this step; one in mid-prompt is put with the others."""
+    def _may_decode(
+        self,
+        step: StepPlan,
+        sequence: Sequence,
+        prompts: list[Sequence],
+        drafted: list[tuple[Sequence, list[int]]],
+    ) -> bool:
+        """Whether a sequence decodes one token in this step; if its slice is longer, add it to one of the lists."""
         if sequence.phase is not Phase.RUNNING:
-            return False  # it has just yielded to one before it
+            return False  # this plan has preempted it
+        if sequence.unchecked:
+            return False  # its next position depends on how many drafts in flight are accepted
         length = sequence.length
         if length >= sequence.limit:
             return False  # its last token is in flight
@@ -282,10 +368,43 @@ class Scheduler:
             return False
         if length > sequence.table.writable and not self.seats.make_room(step, sequence, length):
             return False
+        if self.drafter is None:
+            if sequence.beams is None:
+                sequence.decode_until = min(sequence.limit - 1, sequence.table.writable)
+        elif self._may_draft(sequence) and (drafts := self.drafter(sequence)):
+            drafted.append((sequence, drafts))
+            return False
         sequence.computed = length
-        if sequence.beams is None:
-            sequence.smooth = min(sequence.limit - 1, sequence.table.writable)
+        sequence.length = length + 1
         return True
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Whether its last token is known, and drafts can be checked with its next one."""
+        return not sequence.in_flight and sequence.beams is None and sequence.constraint is None
+
+    def _check_drafts(self, step: StepPlan, sequence: Sequence, drafts: list[int], left: int) -> None:
+        """Add a decode with the drafts behind it that fit; `left` sequences, this one included, need a token each.
+
+        A draft preempts no sequence: it gets only blocks that are available.
+        """
+        start, length = sequence.computed, sequence.length
+        room = self._budget(step, start) - step.tokens - left
+        count = max(0, min(len(drafts), room, sequence.limit - length - 1))
+        while count and not self.memory.can_grow(sequence, length + count):
+            count -= 1
+        if length + count > sequence.table.writable:
+            self.memory.grow(step, sequence, length + count)
+        if count:
+            step.drafts.append((len(step.samples), drafts[:count]))
+        step.sequences.append(sequence)
+        step.starts.append(start)
+        step.counts.append(1 + count)
+        step.tokens += 1 + count
+        step.samples.append(sequence)
+        step.sampled_at.append(step.tokens - 1)
+        sequence.computed = length + count
+        sequence.length = length + count + 1
+        sequence.unchecked = count
 
     def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
         for sequence in self.policy.arrange(prompts) if len(prompts) > 1 else prompts:
@@ -357,6 +476,7 @@ class Scheduler:
         sequence.computed += count
         self.memory.keep(sequence, min(sequence.computed, len(sequence.tokens)), step)
         if count == remaining:
+            sequence.length += 1
             for sampler in (sequence, *self._fork(step, sequence)):
                 step.samples.append(sampler)
                 step.sampled_at.append(step.tokens - 1)
@@ -412,7 +532,7 @@ class Scheduler:
         counters = self.counters
         for sequence in sequences:
             self.memory.end(sequence)
-            sequence.last = 0
+            sequence.plain_until = 0
             if sequence.phase is Phase.RUNNING:
                 self.seats.leave(sequence)
                 sequence.phase = Phase.DONE
@@ -427,6 +547,7 @@ class Scheduler:
             if live:
                 continue
             del self._live[sequence.request.id]
+            self._constrained -= sequence.request.constraint is not None
             if reason is FinishReason.ABORT:
                 counters.aborted += 1
             elif reason is FinishReason.ERROR:

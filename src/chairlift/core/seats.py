@@ -64,7 +64,7 @@ class Seats:
         self.free += sequence.seats
         self._rows.append(sequence.row)
         sequence.row = -1
-        sequence.smooth = 0
+        sequence.decode_until = 0
         self._policy.unseated(sequence)
 
     # ---- who yields
@@ -111,12 +111,12 @@ class Seats:
 
     def may_search(self, step: StepPlan, sequence: Sequence, beams: Search) -> bool:
         """Whether a beam goes on in this step: not while others have yet to offer, nor without room for all of them."""
-        if sequence.computed >= len(sequence.tokens):
+        if sequence.in_flight:
             return False
         if self._roomy == (step, beams):
             return True  # found for the first of them: nothing is planned between one beam and the next
         # Those before it have their slice of this step already, and with it the room for its token.
-        together = [each for each in beams.members if each.computed < len(each.tokens)]
+        together = [each for each in beams.members if not each.in_flight]
         while sum(map(self._memory.growth, together)) > self._memory.pool.available:
             behind = self.running[self.running.index(together[-1]) + 1 :]
             others = [each for each in behind if self._may_yield(step, each)]

@@ -54,6 +54,11 @@ class Step:
     # forks is sampled once for each sibling. The token's position is one behind that of the flat batch's token.
     sample_rows: list[int] = field(default_factory=list)
     sampled_at: list[int] = field(default_factory=list)
+    # Samples whose token the executor may choose only when it gets their masks, by number.
+    masked: list[int] = field(default_factory=list)
+    # Draft tokens to check, as (number of the sample, tokens). The sample's slice ends with these tokens, which stand
+    # behind the sequence's last known token; its result is the drafts that were accepted and one token more.
+    drafts: list[tuple[int, list[int]]] = field(default_factory=list)
     newcomers: list[Newcomer] = field(default_factory=list)
     # Block table changes of other rows: `table_blocks[i]` is now block number `table_places[i]` of row `table_rows[i]`.
     table_rows: list[int] = field(default_factory=list)
@@ -85,8 +90,8 @@ class Step:
             Newcomer(row, index, tokens, blocks, samplings[number])
             for row, index, tokens, blocks, number in found.get("newcomers", ())
         ]
-        for name in ("copies", "saved", "restored", "spilled", "loaded"):
-            setattr(step, name, [(source, target) for source, target in getattr(step, name)])
+        for name in ("drafts", "copies", "saved", "restored", "spilled", "loaded"):
+            setattr(step, name, list(map(tuple, getattr(step, name))))
         return step
 
 
@@ -140,3 +145,4 @@ class StepResult:
     prompt_logprobs: list[tuple[int, PromptLogprobs]] | None = None  # with the number of the slice
     # Samples without a token, since no logit was above -inf; their entry in `tokens` means nothing.
     failed: list[int] = field(default_factory=list)
+    counts: list[int] | None = None  # how many of the tokens belong to each sample; None: one each

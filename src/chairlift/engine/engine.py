@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from chairlift.core.errors import DeviceError, EngineFault
 from chairlift.core.plan import Event, Outcome, StepPlan
@@ -19,17 +19,21 @@ MAX_IDLE_PLANS = 8  # in a row; one that only preempts is followed by one that c
 
 
 class Executor(Protocol):
-    """Runs plans, in the order they were submitted; the ticket between the two calls is its own affair.
+    """Runs steps, in the order they were launched; the ticket between the calls is the executor's own.
 
-    Both calls may raise: the requests of that step then fail, and the engine goes on, unless it is a DeviceError.
+    Every call may raise: the requests of that step then fail, and the engine goes on, unless it is a DeviceError.
     """
 
     def launch(self, step: Step) -> Any:
         """Start one forward pass; the step is read here only."""
         ...
 
+    def choose(self, ticket: Any, masks: list[bytes | None]) -> None:
+        """Choose the tokens of the step's `masked` samples; called, if it has any, before the next launch."""
+        ...
+
     def collect(self, ticket: Any) -> StepResult:
-        """Wait for it."""
+        """Wait for the step's results."""
         ...
 
 
@@ -41,11 +45,20 @@ class Clock(Protocol):
         ...
 
 
+class Flight(NamedTuple):
+    """A step in flight: its plan, the executor's ticket and when it was planned."""
+
+    plan: StepPlan
+    ticket: Any
+    begun: float
+
+
 class Engine:
     """Drives requests to their end, one step at a time.
 
-    Overlapped, it keeps two plans in flight: step N+1 is planned and submitted before N is collected, so that planning
-    hides behind the device's work. A stop found late then costs one discarded token, never a wrong one.
+    Overlapped, it keeps two steps in flight: step N+1 is planned and launched before N is collected, so that planning
+    hides behind the device's work. A stop found late then costs one discarded token, never a wrong one. The masks of
+    constrained samples need the token before: they are sent when N has been applied, while the device computes N+1.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock, *, overlap: bool = False) -> None:
@@ -59,13 +72,14 @@ class Engine:
         self._idle_plans = 0  # in a row
         # Told of each pass that has come back: its plan, when it began and how many seconds it took.
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
-        self._in_flight: tuple[StepPlan, Any, float] | None = None
+        self._in_flight: Flight | None = None
+        self._late: list[Event] = []  # events of constraints that failed, which come behind the tokens of their step
         self._last_end = 0.0  # when a pass last came back
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or any step has not come back."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._late)
 
     @property
     def may_begin_early(self) -> bool:
@@ -106,7 +120,7 @@ class Engine:
     @property
     def pause(self) -> float:
         """Seconds for which nothing happens by itself, however often `step` is called; inf: until somebody comes."""
-        return 0.0 if self._in_flight is not None else self.scheduler.pause(self.clock.now())
+        return 0.0 if self._in_flight is not None or self._late else self.scheduler.pause(self.clock.now())
 
     def step(self) -> Outcome:
         """Plan and run one forward pass, and return the news of the pass that came back."""
@@ -114,16 +128,20 @@ class Engine:
         now = self.clock.now()
         plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
-        events, ticket = self._launch(plan) if plan else ([], None)
-        awaited = (plan, ticket, now) if ticket is not None else None
+        events, self._late = self._late, []
+        launched = self._launch(plan, now, events) if plan else None
         if self._overlap:
-            awaited, self._in_flight = self._in_flight, awaited
+            awaited, self._in_flight = self._in_flight, launched
+        else:
+            awaited = self._choose(launched, events)
         if plan or awaited:
             self._idle_plans = 0
         else:
-            events = self._end_stuck(now)
-        outcome = self._collect(*awaited) if awaited else Outcome()
+            events += self._end_stuck(now)
+        outcome = self._collect(awaited) if awaited else Outcome()
         outcome.events[:0] = events
+        if self._overlap:
+            self._in_flight = self._choose(launched, self._late)
         return outcome
 
     def _end_stuck(self, now: float) -> list[Event]:
@@ -152,13 +170,29 @@ class Engine:
             "run: send it again, with a smaller n or max_tokens if it fails again",
         )
 
-    def _launch(self, plan: StepPlan) -> tuple[list[Event], Any]:
+    def _launch(self, plan: StepPlan, now: float, events: list[Event]) -> Flight | None:
+        """Start a step; if that fails, add the events of its requests."""
         try:
-            return [], self._executor.launch(plan)
+            return Flight(plan, self._executor.launch(plan), now)
         except Exception as error:
-            return self._fail(plan, error), None
+            events += self._fail(plan, error)
+            return None
 
-    def _collect(self, plan: StepPlan, ticket: Any, begun: float) -> Outcome:
+    def _choose(self, flight: Flight | None, events: list[Event]) -> Flight | None:
+        """Send the masks of a step's constrained samples, if it has any; the step, unless that failed."""
+        if flight is None or not flight.plan.masked:
+            return flight
+        masks, failed = self.scheduler.masks(flight.plan)
+        events += failed
+        try:
+            self._executor.choose(flight.ticket, masks)
+        except Exception as error:
+            events += self._fail(flight.plan, error)
+            return None
+        return flight
+
+    def _collect(self, flight: Flight) -> Outcome:
+        plan, ticket, begun = flight
         try:
             result = self._executor.collect(ticket)
         except Exception as error:

@@ -24,6 +24,7 @@ from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
 from chairlift.ops.filters import NOTHING
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.masks import forbid_, pack_masks
 from chairlift.ops.triton_found import HAS_TRITON
 
 _SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
@@ -37,6 +38,19 @@ class Ticket:
     done: torch.Event | None
     scores: list[tuple[list[int], Scores | Offers]]  # of which samples
     prompt_scores: list[PromptScores]
+    masked: Masked | None = None  # what `choose` is yet to complete
+
+
+class Masked(NamedTuple):
+    """A step whose constrained samples have no token yet."""
+
+    places: np.ndarray  # numbers of these samples
+    own_logits: torch.Tensor  # of these samples, before penalties and temperature
+    tokens: torch.Tensor  # of all samples of the step
+    rows: np.ndarray
+    positions: np.ndarray
+    scored: np.ndarray  # numbers of the samples to score, and their logits
+    scored_logits: torch.Tensor | None
 
 
 class PromptScores(NamedTuple):
@@ -109,6 +123,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _start(self, step: Step) -> Ticket:
+        assert not step.drafts, "this executor does not check drafts"
         if self._crowding is not None and self._crowding.look():
             self._crowding.apply()
         if step.saved or step.restored or step.spilled or step.loaded:
@@ -134,13 +149,43 @@ class TorchExecutor:
             if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
-        which = self._send(scored) if scored.size else None
-        raw = logits if which is None else logits[which]  # what the model said, before penalties and temperature
+        # Copies of what the model said: the sampler changes logits by penalties and temperature.
+        raw = logits[self._send(scored)] if scored.size else None
+        places = np.array(step.masked, np.int64)
+        own = logits[self._send(places)] if step.masked else None
         if tokens is None:
             tokens = self._sampler.sample(logits, rows, positions)
             self._rows.put(rows, positions, tokens)
-        scores = [] if which is None else self._scoring.score(raw, tokens[which], rows[scored], scored)
+        if own is not None:
+            masked = Masked(places, own, tokens, rows, positions, scored, raw)
+            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, masked)
+        scores = [] if raw is None else self._score(raw, tokens, rows, scored)
         return Ticket(self._bring(tokens), self._record(), scores, prompt_scores)
+
+    def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+        """Choose the tokens of a step's masked samples, in place of those that `launch` chose without a mask."""
+        try:
+            self._choose(ticket, masks)
+        except torch.AcceleratorError as error:
+            raise DeviceError(str(error)) from error
+
+    @torch.inference_mode()
+    def _choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+        assert ticket.masked is not None, "no sample of this step waits for a mask"
+        places, logits, tokens, rows, positions, scored, raw = ticket.masked
+        ticket.masked = None
+        logits = logits.float().contiguous()
+        forbid_(logits, self._send(pack_masks(masks, logits.shape[1])))
+        chosen = self._sampler.sample(logits, rows[places], positions[places])
+        self._rows.put(rows[places], positions[places], chosen)
+        tokens = tokens.index_copy(0, self._send(places), chosen.to(tokens.dtype))
+        ticket.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
+        ticket.tokens, ticket.done = self._bring(tokens), self._record()
+
+    def _score(
+        self, raw: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, scored: np.ndarray
+    ) -> list[tuple[list[int], Scores | Offers]]:
+        return self._scoring.score(raw, tokens[self._send(scored)], rows[scored], scored)
 
     def _find_decodes(self, step: Step) -> Decodes | None:
         """Return the decodes of a step that holds nothing else: no prompt, no fork, no prompt's log-probabilities.
@@ -192,6 +237,7 @@ class TorchExecutor:
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a pass and bring its tokens to the host."""
+        assert ticket.masked is None, "samples of this step wait for their masks"
         if ticket.done is not None:
             try:
                 ticket.done.synchronize()
