@@ -49,7 +49,7 @@ class Gemma:
         return Decoder(config, embedding, blocks, head, embedding_scale=hidden**0.5, logit_cap=cap)
 
     def _cap(self, values: Values, key: str, usual: float) -> float:
-        return values.number(key) if values.has(key) else 0.0 if values.says(key) else usual
+        return values.number(key) if values.has(key) else 0.0 if values.has_key(key) else usual
 
     def _kinds(self, config: ModelConfig) -> list[str]:
         """Which layers have a window."""
