@@ -209,17 +209,17 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("{", r"line 2, is no request: it is not JSON \(.*\); each line must be as"),
-        ([1], "line 2, is no request: it is not an object; each line must be as"),
-        ({"timestamp": 1}, "line 2, is no request: it has no hash_ids"),
-        ({"hash_ids": [1]}, "line 2, is no request: it has no timestamp"),
-        (line("noon", [1]), 'line 2, is no request: its timestamp is "noon", which is no number'),
-        ('{"timestamp": NaN, "hash_ids": []}', "its timestamp is NaN, which is no number"),
-        (line(1, 7), "its hash_ids are 7, which is no list"),
-        (line(1, [1, "x"]), 'its hash_ids hold "x", which is no whole number'),
-        (line(1, [1, 2.5]), "its hash_ids hold 2.5, which is no whole number"),
-        (line(1, [1, None]), "its hash_ids hold null, which is no whole number"),
-        (line(1, [1, 2, 1]), "one of its hash_ids comes twice"),
+        ("{", r"line 2, is not a valid request: it is not JSON \(.*\); each line must be as"),
+        ([1], "line 2, is not a valid request: it is not an object; each line must be as"),
+        ({"timestamp": 1}, "line 2, is not a valid request: it has no hash_ids"),
+        ({"hash_ids": [1]}, "line 2, is not a valid request: it has no timestamp"),
+        (line("noon", [1]), 'line 2, is not a valid request: its timestamp is "noon", which is not a number'),
+        ('{"timestamp": NaN, "hash_ids": []}', "its timestamp is NaN, which is not a number"),
+        (line(1, 7), "its hash_ids are 7, which is not a list"),
+        (line(1, [1, "x"]), 'its hash_ids hold "x", which is not a whole number'),
+        (line(1, [1, 2.5]), "its hash_ids hold 2.5, which is not a whole number"),
+        (line(1, [1, None]), "its hash_ids hold null, which is not a whole number"),
+        (line(1, [1, 2, 1]), "its hash_ids have a duplicate"),
         (line(10**400, [1]), "line 2, is no request"),
         ("[" * 100_000, "line 2, is no"),
     ],
@@ -283,7 +283,7 @@ def test_the_picture_is_drawn_from_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plot": Path("found.svg")}, "--plot draws what is found in a trace: add --trace FILE"),
+        ({"plot": Path("found.svg")}, "--plot draws the hit rate on a trace: add --trace FILE"),
         ({"trace": Path("t"), "plot": Path("found.txt")}, "found.txt is no picture: let its name end in .svg or .png"),
         ({"json_file": Path("no/folder.json")}, "no/folder.json cannot be written: there is no such folder"),
     ],
@@ -298,5 +298,5 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     asked = [sys.executable, "-m", "chairlift", "bench", "cache", "--trace", str(file)]
     answer = subprocess.run(asked, capture_output=True, text=True)
     assert answer.returncode == 1
-    assert answer.stderr.startswith(f"error: {file}, line 2, is no request: its hash_ids are")
+    assert answer.stderr.startswith(f"error: {file}, line 2, is not a valid request: its hash_ids are")
     assert answer.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`chairlift bench`: how fast it is, alone and beside other engines."""
+"""`chairlift bench`: speed, alone and beside other engines."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def offline(
     compare_python: Annotated[
         str | None, typer.Option(help="The Python interpreter that has the other engines, if it is not this one.")
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Runs of each engine, in turn; medians are shown.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option(help="Runs of each engine, interleaved; medians are shown.", min=1)] = 1,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each engine (default: all cores).", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
     profile_steps: Annotated[
-        bool, typer.Option("--profile-steps", help="Also tell what each step costs the host, by part.")
+        bool, typer.Option("--profile-steps", help="Also show the host's time per step, by part.")
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every run's numbers to this file, too.")
+        Path | None, typer.Option("--json", help="Also write every run's numbers to this file.")
     ] = None,
     *,
     model: str,
     settings: dict[str, Any],
 ) -> None:
-    """A workload given all at once: tokens and requests per second, how long answers take, what the machine allows."""
+    """Measure a workload submitted all at once: throughput, latency, and the share of the machine's limit reached."""
     from chairlift.bench.offline import Benchmark, offline_table, orientation, run_offline, summarize
     from chairlift.costs.steps import steps_table
     from chairlift.execution.build import choose_device
@@ -92,7 +92,7 @@ def offline(
 
 @app.command(cls=Command)
 def scheduler() -> None:
-    """What the scheduler itself costs in each step, however many requests wait."""
+    """Measure the scheduler's own time per step, by the number of waiting requests."""
     from chairlift.costs.scheduler import run, scheduler_table
 
     reports.show(scheduler_table(run()))
@@ -110,7 +110,7 @@ def serve(
         str, typer.Option(help="uniform, lognormal, uniform256, uniform512, single, prefill8k, cpu64, or a JSONL file.")
     ] = "uniform",
     requests: Annotated[
-        int | None, typer.Option(help="At most so many (default: all there are; 64 of uniform and lognormal).", min=1)
+        int | None, typer.Option(help="Largest number of requests (default: all; 64 of uniform and lognormal).", min=1)
     ] = None,
     prompt_tokens: reports.PromptTokens = "16..256",
     output_tokens: reports.OutputTokens = "16..256",
@@ -130,24 +130,28 @@ def serve(
         ),
     ] = "poisson",
     burstiness: reports.Burstiness = None,
-    duration: Annotated[float | None, typer.Option(help="Send only in the first so many seconds.", min=0)] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds to send for; later requests are not sent.", min=0)
+    ] = None,
     max_concurrency: Annotated[
         int | None,
-        typer.Option(help="Hold requests back while so many are under way; the wait counts in their times.", min=1),
+        typer.Option(help="Most requests in flight; the wait for a free place counts in a request's times.", min=1),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Count answers within ttft:MS, tpot:MS or e2e:MS; repeatable, all must hold."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one answer; then it has failed.", min=0.001)] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until an unfinished answer counts as failed.", min=0.001)
+    ] = 600.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything, each request's times too, to this file.")
+        Path | None, typer.Option("--json", help="Write all numbers, with each request's times, to this file.")
     ] = None,
 ) -> None:
-    """Requests to any OpenAI-compatible server, each at its planned moment, answered or not: how long answers take.
+    """Measure any OpenAI-compatible server under open-loop load: each request is sent at its planned time.
 
-    Every time is measured from the moment a request was planned to leave.
+    Every latency is measured from the planned send time.
     """
     import asyncio
 
@@ -175,11 +179,11 @@ def serve(
         seed=workload_seed,
     )
     if not plan.queries:
-        raise ChairliftError(f"no request leaves within {duration:g} s: give a longer --duration")
+        raise ChairliftError(f"no request is sent within {duration:g} s: give a longer --duration")
     run = serve.Run(plan)
     was_interrupted = False
     try:
-        freeze_loaded()  # a collection here would look like a gap in every answer
+        freeze_loaded()  # a collection would add a pause to every answer under measurement
         with progress_bar(len(plan.queries)) as tell, no_full_collections():
             asyncio.run(run.go(tell))
     except KeyboardInterrupt:
@@ -192,12 +196,12 @@ def serve(
     if was_interrupted:
         raise typer.Exit(130)
     if not summary["requests"]["ok"]:
-        raise ChairliftError("no request was answered: the reasons are above")
+        raise ChairliftError("no request succeeded: the reasons are above")
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[Progress], None]]:
-    """What shows how far a run is, on stderr where someone watches."""
+    """Show finished requests and speed on stderr, if it is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 
