@@ -70,7 +70,7 @@ def test_the_mixes_are_what_their_names_say() -> None:
     assert sum(query.priority for query in made("priorities").queries) == 8
     assert {query.deadline for query in made("deadlines", deadline=3).queries} == {3, 6, 12, 24}
     *decodes, newcomer = made("longprompt").queries
-    assert len(decodes) == 16 and newcomer.prompt_tokens == 2000 and newcomer.after
+    assert len(decodes) == 16 and newcomer.prompt_tokens == 2000 and newcomer.after_tokens
 
 
 def test_in_the_tenants_mix_prompts_of_a_kind_begin_alike_and_lengths_depend_on_who_asks() -> None:
@@ -127,7 +127,7 @@ def test_requests_come_at_a_rate_and_from_recordings(tmp_path: Path) -> None:
         ("halves", {"cap": 9}, "max_tokens is 9, less than the longest answer"),
         ("halves", {"rate": 0.0}, "the rate is 0.0"),
         ("halves", {"arrivals": "sometimes"}, "there are no arrivals 'sometimes'"),
-        ("halves", {"rate": 1.0, "duration": 0.0}, "no request is left to run"),
+        ("halves", {"rate": 1.0, "duration": 0.0}, "there is not a valid request to run"),
     ],
 )
 def test_a_mix_that_cannot_be_made_says_why(name: str, options: dict[str, Any], message: str) -> None:
@@ -226,7 +226,7 @@ def test_one_that_yields_its_memory_stays_twice_and_still_gets_its_length(
 
 
 def test_a_newcomer_waits_for_others_tokens_and_its_times_count_from_then(model: str) -> None:
-    queries = [*few(20, 20), Query([2] * 100, 4, after=10)]
+    queries = [*few(20, 20), Query([2] * 100, 4, after_tokens=10)]
     mix = Mix("joins", queries, 32, lengths_are_known=False)
     summary = compared(model, mix, {"batching": list(GATES)}, max_sequences=3)
     for cell in summary["cells"]:
@@ -325,5 +325,5 @@ def test_a_tenant_alone_keeps_the_moments_it_has_among_the_others() -> None:
     assert [(query.prompt, pytest.approx(query.at)) for query in alone.queries] == [
         (query.prompt, query.at - first) for query in crowd.queries if query.tenant == "quiet"
     ]
-    with pytest.raises(ChairliftError, match="no request is by 'nobody': the tenants are loud, quiet"):
+    with pytest.raises(ChairliftError, match="no request is from tenant 'nobody': the tenants are loud, quiet"):
         made("flood", only="nobody")

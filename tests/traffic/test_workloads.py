@@ -81,7 +81,7 @@ def test_a_file_gives_texts_counts_or_tokens(tmp_path: Path) -> None:
 def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "work.jsonl"
     file.write_text(f'{{"prompt_tokens": 5, "output_tokens": 5}}\n{line}\n')
-    with pytest.raises(ChairliftError, match="line 2, is no request"):
+    with pytest.raises(ChairliftError, match="line 2, is not a valid request"):
         from_file(file, 0)
 
 

@@ -84,7 +84,7 @@ class Comparison:
         self._subject = Subject(model, Settings.of(**settings))
         config, device = self._subject.config, self._subject.device
         self.mix = mix.encoded(self._subject.encode, config.vocab_size)
-        self._settings["max_sequences"] = settings.get("max_sequences") or self.mix.seats
+        self._settings["max_sequences"] = settings.get("max_sequences") or self.mix.max_sequences
         if not settings.get("max_length"):  # no longer than needed: whole prompts want steps as long as the context
             queries = (*self.mix.rehearsal, *self.mix.queries)
             longest = max(query.prompt_tokens + self.mix.max_tokens(query) for query in queries)
@@ -191,7 +191,7 @@ def warm(mix: Mix) -> Mix:
     longest = max(mix.queries, key=lambda query: query.prompt_tokens)
     few = [replace(query, prompt=query.ids[:WARM_PROMPT]) for query in mix.queries[:WARM_REQUESTS]]
     queries = [
-        replace(query, at=0.0, after=0, output_tokens=min(WARM_ANSWER, query.output_tokens))
+        replace(query, at=0.0, after_tokens=0, output_tokens=min(WARM_ANSWER, query.output_tokens))
         for query in (*few, longest)
     ]
     return replace(mix, queries=queries, rehearsal=[], lengths_are_known=True)

@@ -13,8 +13,8 @@ from chairlift.bench.compare import Cell, Comparison
 from chairlift.bench.drive import Answer, Run
 from chairlift.core.words import counted
 from chairlift.costs.floor import bound_of
-from chairlift.report.numbers import Metrics, machine, middle, spread
-from chairlift.report.tables import Columns, filled
+from chairlift.report.numbers import Metrics, machine, medians, spread
+from chairlift.report.tables import Columns, number_table
 from chairlift.traffic.mixes import Mix
 from chairlift.traffic.query import Query
 
@@ -104,7 +104,7 @@ def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
             }
         )
     groups = {
-        sort: {name: middle([run[sort][name] for run in runs]) for name in (runs[0][sort] if runs else ())}
+        sort: {name: medians([run[sort][name] for run in runs]) for name in (runs[0][sort] if runs else ())}
         for sort in ("tenants", "kinds")
     }
     return {
@@ -112,7 +112,7 @@ def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
         "choices": cell.choices,
         "settings": cell.settings,
         "unavailable": cell.unavailable,
-        "median": middle([run["metrics"] for run in runs]),
+        "median": medians([run["metrics"] for run in runs]),
         **groups,
         "runs": runs,
     }
@@ -237,13 +237,13 @@ def tables(summary: dict[str, Any]) -> Group:
     cells = [cell for cell in summary["cells"] if cell["runs"]]
     rows = [((cell["name"],), cell["median"]) for cell in cells]
     parts = [
-        filled(title(summary), SPEED, rows, "\n".join(notes(summary))),
-        filled("how long requests wait, ms", WAITING, rows),
+        number_table(title(summary), SPEED, rows, "\n".join(notes(summary))),
+        number_table("how long requests wait, ms", WAITING, rows),
     ]
     sort = next((sort for sort in ("tenants", "kinds") if any(cell[sort] for cell in cells)), None)
     if sort is not None:
         groups = [((cell["name"], name), row) for cell in cells for name, row in cell[sort].items()]
-        parts.append(filled(f"by {sort.removesuffix('s')}, ms", BY_GROUP, groups))
+        parts.append(number_table(f"by {sort.removesuffix('s')}, ms", BY_GROUP, groups))
     return Group(*parts)
 
 

@@ -115,7 +115,7 @@ class Driver:
         while coming or engine.has_work:
             while coming and self._is_due(coming[0][1]):
                 self._submit(*coming.popleft())
-            if not coming or coming[0][1].after:  # one that waits for others' tokens is nobody to wait for
+            if not coming or coming[0][1].after_tokens:  # one that waits for others' tokens is nobody to wait for
                 engine.end_input()
             outcome = engine.step()
             self._read(outcome)
@@ -132,16 +132,16 @@ class Driver:
 
     def _is_due(self, query: Query) -> bool:
         # One that waits for others' tokens also comes when there are none to wait for.
-        return query.at <= self._now() and (self._tokens >= query.after or not self._engine.has_work)
+        return query.at <= self._now() and (self._tokens >= query.after_tokens or not self._engine.has_work)
 
     def _submit(self, number: int, query: Query) -> None:
-        if query.after:
+        if query.after_tokens:
             self._run.answers[number].at = self._now()
         self._engine.submit(request_of(self._mix, number, self._start + self._run.answers[number].at))
 
     def _rest(self, coming: Query | None) -> None:
         """Sleep while nothing can happen by itself."""
-        until = math.inf if coming is None or coming.after else coming.at - self._now()
+        until = math.inf if coming is None or coming.after_tokens else coming.at - self._now()
         wait = min(self._engine.pause if self._engine.has_work else math.inf, until)
         assert wait < math.inf, "the engine waits for requests, and none will come"
         if wait > 0:

@@ -22,7 +22,7 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
 from chairlift.costs.floor import floor_of
-from chairlift.report.numbers import Metrics, common_length, machine, middle, scaled, spread
+from chairlift.report.numbers import Metrics, common_length, machine, medians, scaled, spread
 from chairlift.report.tables import table
 from chairlift.traffic.workloads import Workload
 
@@ -184,11 +184,11 @@ def summarize(workload: Workload, contenders: Sequence[Contender]) -> dict[str, 
     """Everything but the tokens: each engine's runs, their medians, and ours over theirs."""
     ours = contenders[0]
     floor_s = ours.info.get("floor_s")
-    best = middle([measure(run, workload, floor_s) for run in ours.runs])
+    best = medians([measure(run, workload, floor_s) for run in ours.runs])
     engines = []
     for contender in contenders:
         runs = [measure(run, workload, floor_s) for run in contender.runs]
-        found = middle(runs)
+        found = medians(runs)
         shown = {"name": contender.name, "info": contender.info, "unavailable": contender.unavailable, "runs": runs}
         if runs and contender is not ours:
             found["agreement"] = agreement(ours.runs[0], contender.runs[0])

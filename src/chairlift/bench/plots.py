@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 
 from chairlift.bench.compare_report import middle_run, title
 from chairlift.core.words import counted
-from chairlift.report.drawing import COLORS, FAINT, INK, LEGEND_COLUMNS, PAPER, colors, draw, headed, names, note
+from chairlift.report.drawing import COLORS, FAINT, INK, LEGEND_COLUMNS, PAPER, colors, draw, legend, note, titled
 
 HEAD = 0.65  # inches for the title
 LIGHTEST, DARKEST = (0.78, 0.87, 0.95), (0.10, 0.24, 0.42)  # of a short answer and of a long one
@@ -35,7 +35,7 @@ def cache_hits(trace: Summary) -> Figure:
     told = (
         f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['distinct'], 'distinct block')} of "
     )
-    figure = headed("Blocks found in the cache, by its size", f"{told}{counted(trace['block_tokens'], 'token')}", 3.4)
+    figure = titled("Blocks found in the cache, by its size", f"{told}{counted(trace['block_tokens'], 'token')}", 3.4)
     axes = figure.add_axes((0.06, 0.19, 0.77, 0.6))
     rows, blocks = trace["sizes"], trace["blocks"]
     sizes = [row["size"] for row in rows]
@@ -59,7 +59,7 @@ def cache_hits(trace: Summary) -> Figure:
 
 def batch_sizes(summary: Summary, told: str) -> Figure:
     """Output tokens a second by batch size on logarithmic axes: what was measured, and the floor."""
-    figure = headed("Output tokens a second, by batch size", told, 3.6)
+    figure = titled("Output tokens a second, by batch size", told, 3.6)
     axes = figure.add_axes((0.09, 0.14, 0.76, 0.66))
     rows = summary["sizes"]
     sizes = [row["size"] for row in rows]
@@ -166,8 +166,8 @@ def seats(summary: Summary) -> Figure:
 
     head = "Who sits where, and how long. " + ("Grey: an empty seat." if named else "Darker: a longer answer.")
     height = min(3.0, 0.6 + 0.08 * float(summary["seats"]))
-    figure = small_multiples(summary, head, [stays], height, legend=0.3 if named else 0.0)
-    names(figure, named)
+    figure = small_multiples(summary, head, [stays], height, legend_height=0.3 if named else 0.0)
+    legend(figure, named)
     return figure
 
 
@@ -175,7 +175,7 @@ def latency(summary: Summary) -> Figure:
     """Which share of requests waited no longer than so long."""
     cells = ours(summary)
     lines = -(-len(cells) // LEGEND_COLUMNS)
-    figure = sheet(summary, "Which share of requests waits no longer than ...", 2.7, legend=0.2 * lines + 0.1)
+    figure = sheet(summary, "Which share of requests waits no longer than ...", 2.7, legend_height=0.2 * lines + 0.1)
     plots = figure.subplots(1, 3, sharey=True)
     measures: dict[str, Callable[[Summary], float | None]] = {
         "to the first token, s": lambda request: request["first"] - request["at"],
@@ -194,7 +194,7 @@ def latency(summary: Summary) -> Figure:
         axes.set_ylim(0, 102)
         axes.grid(axis="y", color=PAPER)
     plots[0].set_yticks([0, 50, 95], ["0", "50", "95%"])
-    names(figure, {cell["name"]: color for cell, color in zip(cells, colors(len(cells)), strict=True)})
+    legend(figure, {cell["name"]: color for cell, color in zip(cells, colors(len(cells)), strict=True)})
     return figure
 
 
@@ -226,8 +226,8 @@ def fairness(summary: Summary) -> Figure | None:
         axes.set_ylabel("of its own")
 
     head = "What each tenant has got: in tokens, and as a share of all it asked for"
-    figure = small_multiples(summary, head, [tokens, shares], height=1.2, legend=0.3)
-    names(figure, dict(zip(tenants, COLORS, strict=False)))
+    figure = small_multiples(summary, head, [tokens, shares], height=1.2, legend_height=0.3)
+    legend(figure, dict(zip(tenants, COLORS, strict=False)))
     return figure
 
 
@@ -245,11 +245,11 @@ def small_multiples(
     head: str,
     columns: Sequence[Callable[[Axes, Summary, Any], None]],
     height: float = 1.0,
-    legend: float = 0.0,
+    legend_height: float = 0.0,
 ) -> Figure:
     """A row for each cell, all on one time axis, so that what ends sooner is seen to."""
     cells = ours(summary)
-    figure = sheet(summary, head, (height + 0.3) * len(cells) + 0.3, legend)
+    figure = sheet(summary, head, (height + 0.3) * len(cells) + 0.3, legend_height)
     plots = figure.subplots(len(cells), len(columns), sharex=True, squeeze=False)
     longest = max(middle_run(cell)["metrics"]["seconds"] for cell in cells)
     for row, cell, color in zip(plots, cells, colors(len(cells)), strict=True):
@@ -262,10 +262,10 @@ def small_multiples(
     return figure
 
 
-def sheet(summary: Summary, head: str, height: float, legend: float = 0.0) -> Figure:
+def sheet(summary: Summary, head: str, height: float, legend_height: float = 0.0) -> Figure:
     """An empty figure under its title, with room for a line of names."""
-    total = height + HEAD + legend
-    return headed(head, title(summary), total, ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
+    total = height + HEAD + legend_height
+    return titled(head, title(summary), total, ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
 
 
 def ours(summary: Summary) -> list[Summary]:

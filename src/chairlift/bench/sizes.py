@@ -27,7 +27,7 @@ from chairlift.engine.engine import Engine
 from chairlift.evaluation.twin import Subject
 from chairlift.execution.build import Built, assemble, choose_limits, load_model
 from chairlift.report.numbers import scaled
-from chairlift.report.tables import Columns, filled
+from chairlift.report.tables import Columns, number_table
 
 Summary = dict[str, Any]
 COLUMNS: Columns = (
@@ -199,7 +199,7 @@ def title(summary: Summary) -> str:
 def sizes_table(summary: Summary) -> Table:
     """One row for each size."""
     weights, per_token = (scaled(summary[name], "B") for name in ("weight_bytes", "kv_bytes_per_token"))
-    return filled(
+    return number_table(
         title(summary),
         COLUMNS,
         [((), row) for row in summary["sizes"]],

@@ -18,7 +18,7 @@ from rich.table import Table
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.words import counted
-from chairlift.report.tables import Columns, filled
+from chairlift.report.tables import Columns, number_table
 
 COLUMNS: Columns = (
     ("cached", "cached\nblocks", "{:,}"),
@@ -133,4 +133,4 @@ def _without_collection() -> Iterator[None]:
 
 def cost_table(costs: Sequence[dict[str, Any]]) -> Table:
     """A row for each number of cached blocks."""
-    return filled("the prefix cache, microseconds", COLUMNS, [((), row) for row in costs])
+    return number_table("the prefix cache, microseconds", COLUMNS, [((), row) for row in costs])

@@ -15,7 +15,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
-from chairlift.report.tables import Columns, filled
+from chairlift.report.tables import Columns, number_table
 
 COLUMNS: Columns = (
     ("running", "running", "{:,}"),
@@ -90,4 +90,4 @@ def _step(scheduler: Scheduler) -> tuple[float, float]:
 def scheduler_table(rows: Sequence[SchedulerRow]) -> Table:
     """A row for each length of the queue."""
     numbers = [{**asdict(row), "step_us": row.step_us} for row in rows]
-    return filled("microseconds per step", COLUMNS, [((), each) for each in numbers], is_centered=True)
+    return number_table("microseconds per step", COLUMNS, [((), each) for each in numbers], is_centered=True)
