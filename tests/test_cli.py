@@ -251,12 +251,12 @@ def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: 
     with in_a_terminal("chat", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
         read_until(b"> ")
         interrupt_while_it_reads(process)
-        assert b"press Ctrl-C again to leave" in read_until(b"> ")
+        assert b"press Ctrl-C again to quit" in read_until(b"> ")
         os.write(typed, b"Hi\n")
         read_until(b"first token after")
         read_until(b"> ")
         interrupt_while_it_reads(process)  # the first again, since a message was sent in between
-        assert b"press Ctrl-C again to leave" in read_until(b"> ")
+        assert b"press Ctrl-C again to quit" in read_until(b"> ")
         interrupt_while_it_reads(process)
         assert process.wait(20) == 0
 

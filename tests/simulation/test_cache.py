@@ -220,7 +220,7 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
         (line(1, [1, 2.5]), "its hash_ids hold 2.5, which is not a whole number"),
         (line(1, [1, None]), "its hash_ids hold null, which is not a whole number"),
         (line(1, [1, 2, 1]), "its hash_ids have a duplicate"),
-        (line(10**400, [1]), "line 2, is no request"),
+        (line(10**400, [1]), "line 2, is not a valid request"),
         ("[" * 100_000, "line 2, is no"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_recording_is_cut_and_brought_to_a_rate(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("x", "Expecting value"),
-        ("[1]", "no object"),
+        ("[1]", "not an object"),
         ('{"timestamp": 1}', "it has timestamp, and needs one of"),
         ('{"timestamp": "soon", "prompt_tokens": 5, "output_tokens": 5}', "its time is 'soon'"),
         ('{"timestamp": null, "prompt_tokens": 5, "output_tokens": 5}', "its time is None"),

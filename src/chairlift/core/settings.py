@@ -226,7 +226,7 @@ class Settings:
                 raise SettingsError(f"{name} is {value}: use 0 or more, or leave it out")
         if chosen.target_tpot is not None and (chosen.target_tpot == 0 or chosen.prefill != "chunked"):
             raise SettingsError(
-                f"target_tpot is {chosen.target_tpot} with prefill {chosen.prefill}: it must be above 0 and needs "
+                f"target_tpot is {chosen.target_tpot} with {chosen.prefill} prompts: it must be above 0 and needs "
                 "chunked prefill; set prefill to chunked or leave target_tpot out"
             )
 
