@@ -71,7 +71,7 @@ class Pages:
 
     def dense(self, window: int, scoring: Scoring | None = None) -> torch.Tensor:
         """Softmax attention by the book."""
-        scoring = scoring or Scoring.usual(self.q.shape[2])
+        scoring = scoring or Scoring.default(self.q.shape[2])
         answers = []
         row = 0
         for (before, now), k, v in zip(self.pieces, self.keys, self.values, strict=True):

@@ -80,7 +80,7 @@ def test_a_norm_of_the_output_comes_before_the_residual(dtype: torch.dtype) -> N
     weight, x, residual = torch.randn(48, 32).to(dtype), torch.randn(5, 32).to(dtype), torch.randn(5, 48).to(dtype)
     norm = Norm(torch.randn(48), 1e-6)
     normed = rms_norm_reference(linear_reference(x, weight), norm.weight, norm.eps)
-    layer = Linear(Dense(weight), after=norm)
+    layer = Linear(Dense(weight), output_norm=norm)
     near = 1e-5 if dtype == torch.float32 else 0.05
     assert torch.allclose(layer(x), normed, atol=near)
     assert torch.allclose(layer(x, add_to=residual.clone()), residual + normed, atol=near)

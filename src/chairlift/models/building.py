@@ -75,9 +75,9 @@ def column_linear(
 
 
 def row_linear(
-    take: Take, name: str, outputs: int, inputs: int, *, bias: bool = False, after: Norm | None = None
+    take: Take, name: str, outputs: int, inputs: int, *, bias: bool = False, output_norm: Norm | None = None
 ) -> Linear:
     """Return a layer that adds to the residual stream: ranks have a part of the inputs, and sum what they get."""
     weight = take.weight(f"{name}.weight", outputs, inputs, Split.INPUTS)
     own = take.tensor(f"{name}.bias", outputs) if bias else None
-    return Linear(weight, own, after=after, reduce=take.reduce)
+    return Linear(weight, own, output_norm=output_norm, reduce=take.reduce)

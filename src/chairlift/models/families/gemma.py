@@ -87,7 +87,7 @@ class Gemma:
             Attention(
                 column_linear(take, attention, projections, hidden, bias=has_bias, norm=norm("input_layernorm")),
                 row_linear(
-                    take, f"{attention}o_proj", hidden, q, bias=has_bias, after=norm("post_attention_layernorm")
+                    take, f"{attention}o_proj", hidden, q, bias=has_bias, output_norm=norm("post_attention_layernorm")
                 ),
                 config.heads,
                 CacheSpec(config.kv_heads, dim, window),
@@ -97,7 +97,7 @@ class Gemma:
             ),
             GatedMlp(
                 column_linear(take, mlp, halves, hidden, norm=norm("pre_feedforward_layernorm"), gate=GELU_TANH),
-                row_linear(take, f"{mlp}down_proj", hidden, inner, after=norm("post_feedforward_layernorm")),
+                row_linear(take, f"{mlp}down_proj", hidden, inner, output_norm=norm("post_feedforward_layernorm")),
             ),
         )
 

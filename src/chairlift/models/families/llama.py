@@ -84,7 +84,7 @@ class Llama:
                 config.heads,
                 CacheSpec(config.kv_heads, dim, window),
                 rope,
-                Scoring.usual(dim),
+                Scoring.default(dim),
                 (norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)) if self.qk_norm else None,
             ),
             GatedMlp(

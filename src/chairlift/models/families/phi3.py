@@ -40,7 +40,7 @@ def _block(config: ModelConfig, take: Take, prefix: str, rope: RopeConfig) -> Bl
             config.heads,
             CacheSpec(config.kv_heads, dim, window),
             rope,
-            Scoring.usual(dim),
+            Scoring.default(dim),
         ),
         GatedMlp(
             column_linear(
