@@ -16,7 +16,7 @@ import torch
 from gguf import GGUFValueType
 from safetensors.torch import load_file, save_file
 
-from chairlift.models.gguf_config import LAYER_NAMES, TOP_NAMES
+from chairlift.models.gguf_config import LAYER_NAMES, GLOBAL_NAMES
 from spoil import HUGE, spoil_bytes, spoil_json
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
@@ -230,6 +230,6 @@ def _shards(scratch: Path, weights: dict[str, torch.Tensor]) -> Files:
 
 def _gguf_tensors(weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     """The tensors by GGUF's names; the order of rows does not matter here."""
-    names = {hf: ours for ours, hf in TOP_NAMES.items()}
+    names = {hf: ours for ours, hf in GLOBAL_NAMES.items()}
     names |= {f"model.layers.0.{hf}.weight": f"blk.0.{ours}.weight" for ours, hf in LAYER_NAMES.items()}
     return {names[name]: values.numpy() for name, values in weights.items()}

@@ -417,7 +417,7 @@ def without(name: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("arch", "tensors", "more", "message"),
     [
-        ("gemma3", hf_tensors(), lambda w: None, "architecture 'gemma3' is not supported; those that are: llama"),
+        ("gemma3", hf_tensors(), lambda w: None, "architecture 'gemma3' is not supported; supported are llama"),
         ("llama", without("token_embd.weight"), lambda w: None, r"no tensor token_embd\.weight"),
         ("llama", hf_tensors(), lambda w: w.add_expert_count(8), "mixture of experts"),
         ("llama", hf_tensors(), lambda w: w.add_uint16("split.count", 2), "one of 2 parts"),

