@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chairlift.bench.chat import Chat, Run, Turn, agreement, chat_table, measure, summarize
+from chairlift.bench.chat import Chat, ChatResult, Turn, agreement, chat_table, measure, summarize
 from chairlift.core.errors import ChairliftError
 from tiny import make_tiny_model
 
@@ -26,13 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def chatted(model: str, chat: Chat = CHAT, **settings: Any) -> dict[str, Any]:
     told: list[int] = []
     summary = measure(model, {"device": "cpu", **settings}, chat, advance=told.append)
-    assert sum(told) == 2 * chat.answered, "the bar ends where all is said"
+    assert sum(told) == 2 * chat.output_tokens, "the bar ends where all is said"
     return summary
 
 
-def said(*answers: list[int]) -> Run:
+def said(*answers: list[int]) -> ChatResult:
     """A session for each, of one turn."""
-    return Run([Turn(i, 0, [1], 0.0, 1.0, 0, tokens) for i, tokens in enumerate(answers)], seconds=1.0)
+    return ChatResult([Turn(i, 0, [1], 0.0, 1.0, 0, tokens) for i, tokens in enumerate(answers)], seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_all_numbers_can_be_written_and_shown(model: str) -> None:
     screen = StringIO()
     Console(file=screen, width=120).print(chat_table(summary))
     assert "turn 3, p95" in screen.getvalue()
-    assert "both engines wrote the same tokens" in screen.getvalue()
+    assert "both engines generated the same tokens" in screen.getvalue()
 
 
 def test_answers_that_part_are_told() -> None:
@@ -85,7 +85,7 @@ def test_answers_that_part_are_told() -> None:
 
 
 def test_a_session_that_outgrows_the_context_is_refused(model: str) -> None:
-    with pytest.raises(ChairliftError, match="becomes 1,300 tokens long, and the context holds 512"):
+    with pytest.raises(ChairliftError, match="has 1,300 tokens, and the context holds 512"):
         chatted(model, Chat())
 
 

@@ -273,7 +273,7 @@ def test_naive_batches_are_a_row_of_their_own(model: str) -> None:
     assert [request["tokens"] for request in naive["runs"][0]["requests"]] == mix.outputs
     assert naive["median"]["passes"] == ours["median"]["passes"] == 15
     late = Mix("late", few(3, at=1.0), 16, lengths_are_known=True)
-    with pytest.raises(ChairliftError, match="--naive answers everything at once"):
+    with pytest.raises(ChairliftError, match="--naive submits all requests at once"):
         Comparison(model, settings, {"batching": ["static"]}, late, naive=True)
 
 

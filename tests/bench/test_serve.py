@@ -15,7 +15,7 @@ import pytest
 
 from chairlift.bench import http
 from chairlift.bench.http import Chunks, Exchange, Reply, Server
-from chairlift.bench.serve import Outcome, Plan, Progress, Reader, Record, run_serve
+from chairlift.bench.serve import LoadPlan, LoadResult, Progress, Reader, Record, run_serve
 from chairlift.bench.serve_report import is_good, read_targets, summarize, times
 from chairlift.core.errors import ChairliftError
 from chairlift.traffic.query import Query
@@ -87,10 +87,10 @@ async def plain(body: dict[str, Any], send: Send) -> None:
     await send(END)
 
 
-def ask(answer: Answer, queries: list[Query], **options: Any) -> tuple[Outcome, list[dict[str, Any]]]:
-    async def go() -> tuple[Outcome, list[dict[str, Any]]]:
+def ask(answer: Answer, queries: list[Query], **options: Any) -> tuple[LoadResult, list[dict[str, Any]]]:
+    async def go() -> tuple[LoadResult, list[dict[str, Any]]]:
         async with serving(answer) as (url, seen):
-            return await run_serve(Plan(url, queries, **options)), seen
+            return await run_serve(LoadPlan(url, queries, **options)), seen
 
     return asyncio.run(go())
 
@@ -222,13 +222,13 @@ def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
         "HTTP 429: try later",
         "HTTP 500: it broke",
         "out of memory",
-        "the connection was closed in mid-answer",
-        "the connection was closed before an answer",
+        "the connection was closed in the middle of the reply",
+        "the connection was closed before a reply",
         "the server did not stream: it sent application/json",
-        "the reply is no HTTP/1.1: it begins with 'SSH-2.0-OpenSSH'",
+        "the reply is not HTTP/1.1: it begins with 'SSH-2.0-OpenSSH'",
         "the stream ended before the answer did",
-        "an event is no JSON: b'{\"usage\": {'",
-        "the reply is no HTTP: b'zz' is no chunk's size",
+        "an event is not JSON: b'{\"usage\": {'",
+        "the reply is not HTTP: b'zz' is not a chunk's size",
         None,
         None,
     ]
@@ -246,7 +246,7 @@ def test_an_answer_that_takes_too_long_has_failed() -> None:
             await asyncio.sleep(0.01)
 
     record = one(endless, timeout=0.2)
-    assert record.error == "no end within 0.2 s" and record.status == 200 and record.chunks
+    assert record.error == "not finished within 0.2 s" and record.status == 200 and record.chunks
 
 
 def test_servers_that_end_a_stream_in_their_own_way_are_understood() -> None:
@@ -300,7 +300,7 @@ def test_pages_are_fetched_and_sent() -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://x?a=b"])
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ChairliftError, match="is no URL"):
+    with pytest.raises(ChairliftError, match="is not a URL"):
         Server.parse(url)
 
 
@@ -308,7 +308,7 @@ def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
     async def gone() -> None:
         async with serving(plain) as (url, _):
             pass
-        await run_serve(Plan(url, [Query([1], 1)]))
+        await run_serve(LoadPlan(url, [Query([1], 1)]))
 
     with pytest.raises(ChairliftError, match=r"no server answers at .* \(connection refused\): start it"):
         asyncio.run(gone())
@@ -320,13 +320,13 @@ def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            await run_serve(Plan(f"http://127.0.0.1:{port}", [Query([1], 1)]))
+            await run_serve(LoadPlan(f"http://127.0.0.1:{port}", [Query([1], 1)]))
 
     for page, message in (
-        (whole("401 Unauthorized", b""), "wants another API key"),
-        (whole("200 OK", b'{"data": []}'), "names no model"),
-        (whole("200 OK", b"<html>"), "names no model"),
-        (b"", "closed before an answer"),
+        (whole("401 Unauthorized", b""), "rejects the API key"),
+        (whole("200 OK", b'{"data": []}'), "lists no model"),
+        (whole("200 OK", b"<html>"), "lists no model"),
+        (b"", "closed before a reply"),
     ):
         with pytest.raises(ChairliftError, match=message):
             asyncio.run(odd(page))
@@ -337,7 +337,7 @@ def test_progress_is_told() -> None:
 
     async def go() -> None:
         async with serving(plain) as (url, _):
-            await run_serve(Plan(url, [Query([1], 5)] * 3), told.append)
+            await run_serve(LoadPlan(url, [Query([1], 5)] * 3), told.append)
 
     asyncio.run(go())
     assert (told[-1].done, told[-1].total, told[-1].tokens) == (3, 3, 15)
@@ -350,7 +350,7 @@ def test_hundreds_of_streams_at_once_are_all_read() -> None:
 
 
 def test_goodput_needs_every_target() -> None:
-    record = Record(planned=1.0, asked=3, prompt_tokens=1, output_tokens=3, sent=1.0, end=1.3)
+    record = Record(planned=1.0, requested_tokens=3, prompt_tokens=1, output_tokens=3, sent=1.0, end=1.3)
     record.chunks.extend([1.1, 1.2, 1.3])
     assert times(record) == pytest.approx({"ttft": 100, "tpot": 100, "gap": 100, "e2e": 300, "late": 0})
     assert is_good(record, read_targets(["ttft:101", "tpot:101", "e2e:301"]))
@@ -359,7 +359,7 @@ def test_goodput_needs_every_target() -> None:
     record.error = "dropped"
     assert not is_good(record, {})
     for wrong in ("ttft", "ttft:x", "ttft:0", "itl:5", ":5"):
-        with pytest.raises(ChairliftError, match="no goodput target"):
+        with pytest.raises(ChairliftError, match="not a goodput target"):
             read_targets([wrong])
 
 

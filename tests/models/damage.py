@@ -16,7 +16,7 @@ import torch
 from gguf import GGUFValueType
 from safetensors.torch import load_file, save_file
 
-from chairlift.models.gguf_config import LAYER_NAMES, GLOBAL_NAMES
+from chairlift.models.gguf_config import GLOBAL_NAMES, LAYER_NAMES
 from spoil import HUGE, spoil_bytes, spoil_json
 from tiny import CHAT_TEMPLATE, make_tiny_model
 

@@ -166,7 +166,7 @@ def serve(
     demand = Demand(
         workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration, vocab_size=vocab_size
     )
-    plan = serve.Plan(
+    plan = serve.LoadPlan(
         url,
         demand.queries(),
         model,
@@ -180,17 +180,17 @@ def serve(
     )
     if not plan.queries:
         raise ChairliftError(f"no request is sent within {duration:g} s: give a longer --duration")
-    run = serve.Run(plan)
+    load_test = serve.LoadTest(plan)
     was_interrupted = False
     try:
         freeze_loaded()  # a collection would add a pause to every answer under measurement
         with progress_bar(len(plan.queries)) as tell, no_full_collections():
-            asyncio.run(run.go(tell))
+            asyncio.run(load_test.run(tell))
     except KeyboardInterrupt:
-        if not run.records:
+        if not load_test.records:
             raise
         was_interrupted = True
-    summary = serve_report.summarize(run.outcome(), targets)
+    summary = serve_report.summarize(load_test.result(), targets)
     reports.write_numbers(json_file, summary, indent=None)
     reports.show(serve_report.tables(summary))
     if was_interrupted:

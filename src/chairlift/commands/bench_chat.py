@@ -40,7 +40,7 @@ def bench_chat(
     from chairlift.bench.chat import Chat, chat_table, measure
 
     chat = Chat(sessions, turns, system_tokens, user_tokens, answer_tokens, workload_seed)
-    with progress_bar(2 * chat.answered) as (notice, advance):
+    with progress_bar(2 * chat.output_tokens) as (notice, advance):
         summary = measure(chosen, settings, chat, notice, advance)
     show(chat_table(summary))
     write_numbers(json_file, summary)
