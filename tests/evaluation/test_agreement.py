@@ -18,7 +18,15 @@ from chairlift import LLM
 from chairlift.commands.bench_agreement import agreement as command
 from chairlift.core.errors import ChairliftError
 from chairlift.evaluation import agreement
-from chairlift.evaluation.agreement import Scored, Side, Truth, agreement_table, measure, summarize, work
+from chairlift.evaluation.agreement import (
+    EngineResult,
+    Float32Scores,
+    TokenScores,
+    agreement_table,
+    measure,
+    summarize,
+    work,
+)
 from tiny import make_tiny_model
 
 # Said at length by torch on CPUs that have no 16-bit products.
@@ -76,13 +84,13 @@ def test_random_weights_are_the_same_for_all(tiny_model: Path) -> None:
 
 
 def test_each_number_by_hand() -> None:
-    def scored(*entries: tuple[float, int, bool]) -> Scored:
-        return Scored(*map(list, zip(*entries, strict=True)))  # type: ignore[arg-type]
+    def scored(*entries: tuple[float, int, bool]) -> TokenScores:
+        return TokenScores(*map(list, zip(*entries, strict=True)))  # type: ignore[arg-type]
 
-    theirs = Side([[1, 2], [3, 4]], [-1.0, -1.0, -1.0, -1.0], scored(*[(-1.0, 7, True)] * 4))
-    ours = Side([[1, 2], [9, 4]], [-1.5, -1.0, -1.0, -1.0], scored((-1.2, 7, True), *[(-1.0, 8, False)] * 3))
+    theirs = EngineResult([[1, 2], [3, 4]], [-1.0, -1.0, -1.0, -1.0], scored(*[(-1.0, 7, True)] * 4))
+    ours = EngineResult([[1, 2], [9, 4]], [-1.5, -1.0, -1.0, -1.0], scored((-1.2, 7, True), *[(-1.0, 8, False)] * 3))
     truth = scored(*[(-1.1, 7, True)] * 4)
-    summary = summarize(ours, theirs, Truth(along_ours=scored(*[(-1.0, 0, True)] * 4), along_theirs=truth))
+    summary = summarize(ours, theirs, Float32Scores(along_ours=scored(*[(-1.0, 0, True)] * 4), along_theirs=truth))
     assert (summary["same_answers"], summary["same_tokens"]) == (1, 2 / 4)
     assert (summary["ours"]["agrees"], summary["theirs"]["agrees"]) == (0.25, 1)
     assert (summary["ours"]["as_float32"], summary["theirs"]["as_float32"]) == (0.25, 1)

@@ -30,7 +30,7 @@ from chairlift.simulation.cache import (
     trace_table,
     work,
 )
-from chairlift.simulation.eviction import LRU, RIVALS, Clairvoyant, Eviction, UsualGap
+from chairlift.simulation.eviction import LRU, RULES, Clairvoyant, Eviction, UsualGap
 
 A, B, C, D = [1], [2], [3], [4]  # prompts of one block each
 
@@ -112,7 +112,7 @@ def test_nothing_beats_the_optimum_nor_the_optimum_a_cache_without_a_limit(trace
     best = optimum(trace, size)
     assert best <= infinite(trace)
     assert engine_hits(trace, size) <= best
-    for name, rule in RIVALS.items():
+    for name, rule in RULES.items():
         assert hits_of(trace, size, rule(size)) <= best, name
 
 
@@ -154,7 +154,7 @@ class Checked:
 @given(traces(60), st.integers(5, 12))
 @settings(max_examples=60, deadline=None)
 def test_every_rule_gives_up_leaves_that_nobody_holds(trace: Trace, size: int) -> None:
-    for rule in RIVALS.values():
+    for rule in RULES.values():
         hits_of(trace, size, Checked(rule(size), trace))
 
 
@@ -255,7 +255,7 @@ def test_every_rule_runs_in_every_size_and_progress_reaches_the_end() -> None:
     assert sizes[0] == trace.longest and sizes == sorted(set(sizes))
     rows = run(trace, sizes, lambda text: None, told.append)
     assert sum(told) == work(trace, sizes)
-    assert [set(row.hits) for row in rows] == [{"LRU", *RIVALS}] * len(sizes)
+    assert [set(row.hits) for row in rows] == [{"LRU", *RULES}] * len(sizes)
     assert {*rows[-1].hits.values(), rows[-1].optimum} == {infinite(trace)}, "there is room for all"
 
 
@@ -265,7 +265,7 @@ def test_the_report_has_a_column_for_each_size_and_a_row_for_each_rule() -> None
     summary = json.loads(json.dumps(summarize(trace, rows)))
     assert summary["infinite"] == infinite(trace)
     shown = trace_table(summary)
-    assert shown.row_count == 2 + len(RIVALS) and len(shown.columns) == 1 + len(rows)
+    assert shown.row_count == 2 + len(RULES) and len(shown.columns) == 1 + len(rows)
 
 
 def test_the_picture_is_drawn_from_the_numbers(tmp_path: Path) -> None:
