@@ -212,9 +212,8 @@ class UsualGap(Counted):
     def use(self, blocks: Sequence[int]) -> None:
         edge = self._time + 1 - self._gap
         past = [self._past[block] for block in blocks]
-        pull = sum(
-            1 if last < edge else -1 for uses, last in past if uses
-        )  # positive if more gaps are above the median estimate than below
+        # Positive if more gaps are above the median estimate than below.
+        pull = sum(1 if last < edge else -1 for uses, last in past if uses)
         self._gap = max(1.0, self._gap * exp(self._pull * pull))
         super().use(blocks)
 
