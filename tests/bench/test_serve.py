@@ -1,4 +1,4 @@
-"""The serving benchmark against a small real server on a loopback socket, which answers as each test tells it to."""
+"""The load test against a small real server on a loopback socket, with a scripted reply in each test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(status: str, body: bytes, kind: str = "application/json") -> bytes:
 
 
 def event(value: object) -> bytes:
-    """An event in a chunk of its own."""
+    """Return an event as one chunk."""
     data = b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
@@ -52,7 +52,7 @@ def answer_events(prompt: int, output: int) -> list[object]:
 
 @asynccontextmanager
 async def serving(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A server's URL, and the bodies it has been sent so far."""
+    """Run a server; yield its URL and the list of request bodies that it receives."""
     seen: list[dict[str, Any]] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,7 +70,7 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any
             seen.append({**body, "path": head.split()[1], "key": lines.get("Authorization")})
             await answer(body, send)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # a client that only looked whether anyone is there, or that has left
+            pass  # a client that only tested the connection, or that has closed it
         finally:
             writer.close()
 
@@ -141,7 +141,7 @@ def test_answers_are_counted_and_timed() -> None:
     assert (longest["prompt"], longest["max_tokens"], longest["min_tokens"]) == ([1] * 8, 8, 8)
 
 
-def test_requests_leave_whether_or_not_earlier_ones_are_answered() -> None:
+def test_requests_are_sent_whether_or_not_earlier_ones_are_answered() -> None:
     waiting = 0
     everyone = asyncio.Event()
 
@@ -157,17 +157,17 @@ def test_requests_leave_whether_or_not_earlier_ones_are_answered() -> None:
     assert outcome.peak_concurrency == 20 and {each.state for each in outcome.records} == {"ok"}
 
 
-def test_a_request_that_is_held_back_waits_on_its_own_clock() -> None:
+def test_the_wait_of_a_held_request_counts_in_its_latency() -> None:
     async def slow(body: dict[str, Any], send: Send) -> None:
         await asyncio.sleep(0.05)
         await plain(body, send)
 
     outcome, _ = ask(slow, [Query([1], 2) for _ in range(6)], max_concurrency=2)
     assert outcome.peak_concurrency == 2
-    assert max(times(each)["ttft"] for each in outcome.records) >= 149, "three turns of 50 ms, two of them waiting"
+    assert max(times(each)["ttft"] for each in outcome.records) >= 149, "three times 50 ms, two of them waiting"
 
 
-def test_a_chat_is_sent_as_text_and_its_role_is_no_token() -> None:
+def test_a_chat_is_sent_as_text_and_its_role_is_not_a_token() -> None:
     async def chat(_body: dict[str, Any], send: Send) -> None:
         def delta(finish: str | None = None, **new: str) -> dict[str, Any]:
             return {"choices": [{"index": 0, "delta": new, "finish_reason": finish}]}
@@ -189,7 +189,7 @@ def test_a_chat_is_sent_as_text_and_its_role_is_no_token() -> None:
     assert (found["output_tokens"], found["asked_output_tokens"]) == (2, 9)
 
 
-def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
+def test_refusals_and_failures_are_counted_separately_and_the_run_goes_on() -> None:
     async def moody(body: dict[str, Any], send: Send) -> None:
         match body["max_tokens"]:
             case 1:
@@ -200,7 +200,7 @@ def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
                 await send(STREAM + event(text("a")) + event({"error": {"message": "out of memory"}}))
                 await asyncio.sleep(0.05)
             case 4:
-                await send(STREAM + event(text("a")))  # and the connection ends
+                await send(STREAM + event(text("a")))  # then the connection ends
             case 5:
                 pass
             case 6:
@@ -249,16 +249,16 @@ def test_an_answer_that_takes_too_long_has_failed() -> None:
     assert record.error == "not finished within 0.2 s" and record.status == 200 and record.chunks
 
 
-def test_servers_that_end_a_stream_in_their_own_way_are_understood() -> None:
+def test_other_ends_of_a_stream_are_understood() -> None:
     unframed = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
-    done = b"data: [DONE]"  # without a line end
+    done = b"data: [DONE]"  # without a newline
     word, last = b"data:" + json.dumps(text("a")).encode(), b"data:" + json.dumps(text("a", "stop")).encode()
     until_closed = one(replying(unframed, b": hello\r\n\r\n" + word + b"\r\n\r\n", last + b"\n\n" + done))
     assert (until_closed.state, until_closed.output_tokens, until_closed.is_counted) == ("ok", 2, False)
     without_done = one(replying(b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM, event(text("a", "stop")), END))
     assert (without_done.state, without_done.output_tokens) == ("ok", 1)
     counted = one(replying(STREAM, event(text("", "length")), event(usage(3, 1)), event(b"[DONE]")))
-    assert (counted.state, len(counted.chunks)) == ("ok", 1), "a token without text has a time all the same"
+    assert (counted.state, len(counted.chunks)) == ("ok", 1), "a token without text has a time too"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 61, 10_000])
@@ -299,12 +299,12 @@ def test_pages_are_fetched_and_sent() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://x?a=b"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ChairliftError, match="is not a URL"):
         Server.parse(url)
 
 
-def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
+def test_a_missing_or_refusing_server_is_a_one_line_error() -> None:
     async def gone() -> None:
         async with serving(plain) as (url, _):
             pass
@@ -332,7 +332,7 @@ def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
             asyncio.run(odd(page))
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[Progress] = []
 
     async def go() -> None:
@@ -388,7 +388,7 @@ def test_the_command_prints_tables_and_writes_a_file(tmp_path: Path) -> None:
     assert [len(each["chunks"]) for each in found["records"]] == [3] * 7
 
 
-def test_an_interrupted_run_shows_what_there_is_so_far() -> None:
+def test_an_interrupted_run_shows_its_results_so_far() -> None:
     async def go() -> tuple[int | None, str]:
         answered_at = 0
 
@@ -402,7 +402,7 @@ def test_an_interrupted_run_shows_what_there_is_so_far() -> None:
         async with serving(first_alone) as (url, seen):
             options = ("--requests", "9", "--rate", "5", "--arrivals", "constant", "--prompt-tokens", "4")
             process = await command(url, *options, "--output-tokens", "3")
-            while not answered_at or len(seen) < answered_at + 2:  # by then the client has read the first answer
+            while not answered_at or len(seen) < answered_at + 2:  # then the client has read the first answer
                 await asyncio.sleep(0.01)
             process.send_signal(signal.SIGINT)
             out, _ = await asyncio.wait_for(process.communicate(), 60)
