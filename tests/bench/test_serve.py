@@ -80,7 +80,7 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any
 
 
 async def plain(body: dict[str, Any], send: Send) -> None:
-    """Answer as asked."""
+    """Stream an answer of the requested length."""
     await send(STREAM)
     for each in answer_events(len(body["prompt"]), body["max_tokens"]):
         await send(event(each))

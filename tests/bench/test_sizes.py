@@ -108,7 +108,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pyte
         (["--shape", "stories15m", "--prompt", "4000", "--output", "100"], "make 4,100, and the context holds 4,096"),
         (["--shape", "stories15m", "--output", "5"], "too short to time decoding: use 6 or more"),
         (["--sizes", "0"], "0 is not a batch size"),
-        (["--plot", "picture.gif"], "is no picture"),
+        (["--plot", "picture.gif"], "is not a picture"),
         (["--json", str(tmp_path / "nowhere" / "file")], "there is no such folder"),
         (["--from-json", str(tmp_path / "nothing.json")], "cannot be read"),
         (["--from-json", str(other)], "holds no numbers of bench sizes"),

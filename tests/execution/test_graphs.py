@@ -79,7 +79,7 @@ def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
 
 CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
     "decodes and a prompt": ([(40, 1), (9, 1), (0, 20)], [3, 7, 0]),
-    "a chunk behind others": ([(3, 1), (50, 60)], [1, 2]),
+    "a chunk after others": ([(3, 1), (50, 60)], [1, 2]),
     "the last tokens of two prompts": ([(7, 1), (0, 40), (30, 1), (64, 3)], [0, 11, 5, 6]),
     "prompts alone, and the whole step": ([(0, 100), (0, 28)], [4, 9]),
     "as many as there are rows": ([(5 * i, 1) for i in range(11)] + [(0, 5)], list(range(12))),

@@ -97,6 +97,6 @@ class Pages:
 PIECES = {
     "decodes": [(0, 1), (15, 1), (16, 1), (130, 1)],
     "a whole prompt": [(0, 77)],
-    "a chunk behind a prefix": [(37, 50)],
+    "a chunk after a prefix": [(37, 50)],
     "all mixed": [(100, 1), (0, 33), (5, 1), (31, 17), (64, 1)],
 }

@@ -45,7 +45,7 @@ def traces(most: int) -> st.SearchStrategy[Trace]:
 # ---- by hand
 
 
-def test_equal_ids_are_the_same_block_only_behind_equal_prefixes() -> None:
+def test_equal_ids_are_the_same_block_only_after_equal_prefixes() -> None:
     trace = make_trace("by hand", [[1, 2], [1, 2, 3], [2]])
     assert trace.paths == [[0, 1], [0, 1, 2], [3]]
     assert (trace.blocks, trace.distinct, trace.longest) == (6, 4, 3)
@@ -221,7 +221,7 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
         (line(1, [1, None]), "its hash_ids hold null, which is not a whole number"),
         (line(1, [1, 2, 1]), "its hash_ids have a duplicate"),
         (line(10**400, [1]), "line 2, is not a valid request"),
-        ("[" * 100_000, "line 2, is no"),
+        ("[" * 100_000, "line 2, is not a valid request"),
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, bad: object, message: str) -> None:
@@ -286,7 +286,10 @@ def test_the_picture_is_drawn_from_the_numbers(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"plot": Path("found.svg")}, "--plot draws the hit rate on a trace: add --trace FILE"),
-        ({"trace": Path("t"), "plot": Path("found.txt")}, "found.txt is no picture: let its name end in .svg or .png"),
+        (
+            {"trace": Path("t"), "plot": Path("found.txt")},
+            "found.txt is not a picture: use a name that ends in .svg or .png",
+        ),
         ({"json_file": Path("no/folder.json")}, "no/folder.json cannot be written: there is no such folder"),
     ],
 )

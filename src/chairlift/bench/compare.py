@@ -120,11 +120,11 @@ class Comparison:
             loaded = load_model(self._model, Settings.of(**self.cells[0].settings), progress=False)
             notice("warming up")
             self._drive(loaded, self.cells[0], warm(self.mix), lambda _tokens: None)
-            for turn in range(self.repeat):
+            for number in range(self.repeat):
                 for cell in self.cells:
                     if cell.unavailable is not None:
                         continue
-                    notice(f"run {turn + 1} of {self.repeat}: {cell.name}")
+                    notice(f"run {number + 1} of {self.repeat}: {cell.name}")
                     if cell.choices:
                         cell.runs.append(self._drive(loaded, cell, self.mix, advance))
                     elif naive is not None:

@@ -96,9 +96,9 @@ def run_offline(
             others, absent = load_others(benchmark, task, stack, notice)
             engines += others
             contenders += [each.contender for each in others] + absent
-        for turn in range(benchmark.repeat):
+        for number in range(benchmark.repeat):
             for each in list(engines):
-                notice(f"run {turn + 1} of {benchmark.repeat}: {each.contender.name}")
+                notice(f"run {number + 1} of {benchmark.repeat}: {each.contender.name}")
                 try:
                     each.run(workload)
                 except UnavailableError as reason:

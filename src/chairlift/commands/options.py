@@ -153,7 +153,7 @@ def duration(text: str | float) -> float:
                 return float(text.removesuffix(unit)) * factor
             except ValueError:
                 break
-    raise typer.BadParameter(f"{text!r} is no time: use 50ms, 2s, or a number of seconds")
+    raise typer.BadParameter(f"{text!r} is not a time: use 50ms, 2s, or a number of seconds")
 
 
 def _gather(

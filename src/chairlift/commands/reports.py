@@ -1,4 +1,4 @@
-"""What the commands that measure share: their flags, a bar while they run, tables, numbers in a file, and pictures."""
+"""Parts that the measuring commands share: flags, a progress bar, tables, JSON files and checks of pictures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_picture(file: Path | None) -> None:
     if file is None:
         return
     if file.suffix not in _KINDS:
-        raise ChairliftError(f"{file} is no picture: let its name end in {' or '.join(_KINDS)}")
+        raise ChairliftError(f"{file} is not a picture: use a name that ends in {' or '.join(_KINDS)}")
     need_matplotlib("--plot", "leave it out for the numbers alone")
 
 

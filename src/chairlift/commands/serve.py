@@ -16,7 +16,7 @@ from chairlift.commands.screen import begin_loading, notes
 @with_model()
 def serve(
     host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 opens it to the network: set API keys then.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens the server to the network: set API keys then.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
@@ -78,7 +78,7 @@ def serve(
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(help="Where to send OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
+        typer.Option(help="URL that receives OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
     ] = None,
     log_format: Annotated[
         Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")

@@ -61,7 +61,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
-            raise RequestError(f"logit_bias is {self.logit_bias!r}, not a mapping: give token ids and what to add")
+            raise RequestError(
+                f"logit_bias is {self.logit_bias!r}, not a mapping: give token ids and the number to add to each logit"
+            )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 

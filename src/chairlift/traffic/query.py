@@ -26,7 +26,9 @@ class Query:
     prompt: Ids | str | int  # token ids, a text, or only the number of tokens
     output_tokens: int
     at: float = 0.0  # send time, in seconds from the start
-    after_tokens: int = 0  # hold until the others have so many tokens in all: a time that no machine's speed changes
+    after_tokens: int = (
+        0  # hold until all others together have this many tokens: a time that does not depend on the machine
+    )
     tenant: str = ""
     kind: str = ""  # its kind within a mix, for the report; the scheduler does not see it
     endpoint: str = ""
