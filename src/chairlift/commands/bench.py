@@ -49,7 +49,7 @@ def offline(
     ] = None,
     repeat: Annotated[int, typer.Option(help="Runs of each engine, interleaved; medians are shown.", min=1)] = 1,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each engine (default: all cores).", min=1)] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.", min=0)] = 0.0,
     profile_steps: Annotated[
         bool, typer.Option("--profile-steps", help="Also show the host's time per step, by part.")
     ] = False,
@@ -101,10 +101,13 @@ def scheduler() -> None:
 @app.command(cls=Command)
 def serve(
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model's name (default: the server's first).")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token.", show_default=False)] = None,
     endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="Prompts as token ids, or as chats of about that length.")
+        Literal["completions", "chat"],
+        typer.Option(help="completions sends prompts as token ids, chat as text of about that length."),
     ] = "completions",
     workload: Annotated[
         str, typer.Option(help="uniform, lognormal, uniform256, uniform512, single, prefill8k, cpu64, or a JSONL file.")
@@ -135,9 +138,9 @@ def serve(
     ] = None,
     max_concurrency: Annotated[
         int | None,
-        typer.Option(help="Most requests in flight; the wait for a free place counts in a request's times.", min=1),
+        typer.Option(help="Most requests in flight; the wait of held requests counts in their latency.", min=1),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.", min=0)] = 0.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Count answers within ttft:MS, tpot:MS or e2e:MS; repeatable, all must hold."),

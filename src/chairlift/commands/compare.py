@@ -60,7 +60,10 @@ def compare(
         float | None, typer.Option(help="Seconds to submit for; later requests are dropped.", min=0)
     ] = None,
     deadline: Annotated[
-        float, typer.Option(help="Of deadlines: the shortest in seconds; others are 2, 4 and 8 times as long.", min=0)
+        float,
+        typer.Option(
+            help="Shortest deadline of the workload deadlines, in seconds; others are 2, 4 and 8 times as long.", min=0
+        ),
     ] = 2.0,
     max_tokens: Annotated[
         int | None,

@@ -44,7 +44,8 @@ SAMPLING = (
         "temperature",
         float | None,
         None,
-        "0 takes the likeliest token; 1 samples from the model's own distribution (default: the model's own, or 0.7).",
+        "Sampling temperature (default: the model's own, or 0.7); 0 takes the likeliest token, 1 samples from the "
+        "model's own distribution.",
     ),
     Flag("top_p", float | None, None, "Keep only the likeliest tokens that together have this probability."),
     Flag("top_k", int | None, None, "Keep only this many of the likeliest tokens; 0 keeps all."),

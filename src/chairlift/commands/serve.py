@@ -18,7 +18,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens the server to the network: set API keys then.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free port.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API (default: as given).")
     ] = None,
@@ -84,7 +84,8 @@ def serve(
         Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")
     ] = "auto",
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="info logs a line for every request.")
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="Lowest level that is logged; info has a line for every request."),
     ] = "info",
     *,
     model: str,

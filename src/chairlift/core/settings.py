@@ -84,7 +84,7 @@ class CacheSettings:
     )
     prefix_cache: bool = option(
         True,
-        "Reuse the KV of earlier prompts and answers for equal prefixes (not for models with sliding windows only); "
+        "Reuse the KV of earlier prompts and answers for equal prefixes (not if every layer has a sliding window); "
         "turn it off to measure without it.",
     )
     shared_reads: bool = option(
