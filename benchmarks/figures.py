@@ -104,24 +104,24 @@ def serve() -> str:
     command = [sys.executable, "-m", "chairlift", "serve", "--log-format", "words"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
-    said = ""
-    while "max_tokens" not in said:
+    log = ""
+    while "max_tokens" not in log:
         line = server.stderr.readline()
-        assert line, f"the server did not start: {said}"
-        said += line
+        assert line, f"the server did not start: {log}"
+        log += line
     body = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 40, "temperature": 0}
     address = "http://127.0.0.1:8000"
     head = ["curl", "-s", f"{address}/v1/chat/completions", "-H", "Content-Type: application/json", "-d"]
     answer = subprocess.run([*head, json.dumps(body)], capture_output=True, text=True, check=True).stdout
     metrics = subprocess.run(["curl", "-s", f"{address}/metrics"], capture_output=True, text=True, check=True).stdout
-    said += server.stderr.readline()
+    log += server.stderr.readline()
     server.terminate()
     server.wait(timeout=30)
     counted = [line for line in metrics.splitlines() if "tokens_total{" in line or "_first_token_seconds_sum" in line]
     console = Console(record=True, width=118, file=io.StringIO())
     console.print(Text("$ make serve", style="bold green"))
-    console.print(Text(said.strip("\n")))
-    console.print(Text("\n$ curl " + said.split("curl ", 1)[1].split("\n\n")[0], style="bold green"))
+    console.print(Text(log.strip("\n")))
+    console.print(Text("\n$ curl " + log.split("curl ", 1)[1].split("\n\n")[0], style="bold green"))
     console.print_json(answer)
     console.print(Text(f"\n$ curl -s {address}/metrics | grep tokens", style="bold green"))
     console.print(Text("\n".join(counted[:4])))

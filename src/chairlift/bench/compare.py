@@ -57,8 +57,8 @@ def cells_of(axes: Mapping[str, Sequence[str]]) -> list[Cell]:
             choices.pop("predictor", None)  # the policy does not use it
         if choices not in combinations:
             combinations.append(choices)
-    telling = [axis for axis, values in grid.items() if len(values) > 1] or list(grid)[:1]
-    return [Cell(", ".join(choices[axis] for axis in telling if axis in choices), choices) for choices in combinations]
+    varying = [axis for axis, values in grid.items() if len(values) > 1] or list(grid)[:1]
+    return [Cell(", ".join(choices[axis] for axis in varying if axis in choices), choices) for choices in combinations]
 
 
 class Comparison:

@@ -183,8 +183,8 @@ class Driver:
             served[tenant] = served.get(tenant, 0) + count
         self._run.steps.append(StepRecord(at, seconds, len(present), plan.tokens, served))
         # A sequence keeps its slot through steps without a slice of it, until it finishes or is preempted.
-        gone = [each for each in self._stays if each not in present and each.phase is Phase.DONE]
-        for sequence in (*gone, *plan.preempted):
+        ended = [each for each in self._stays if each not in present and each.phase is Phase.DONE]
+        for sequence in (*ended, *plan.preempted):
             self._stays.pop(sequence, None)
         taken = {stay.slot for stay in self._stays.values()}
         free = (slot for slot in range(self._run.max_sequences) if slot not in taken)

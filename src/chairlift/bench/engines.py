@@ -64,8 +64,8 @@ class Engine:
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            said = [each.strip() for each in self._log.read_text(errors="replace").splitlines() if each.strip()]
-            raise UnavailableError(f"its process ended: {said[-1] if said else self._process.returncode}")
+            lines = [each.strip() for each in self._log.read_text(errors="replace").splitlines() if each.strip()]
+            raise UnavailableError(f"its process ended: {lines[-1] if lines else self._process.returncode}")
         message: dict[str, Any] = json.loads(line)
         if "unavailable" in message:
             raise UnavailableError(message["unavailable"])

@@ -32,10 +32,12 @@ def draw_all(summary: Summary, folder: Path, kind: str = "svg") -> list[Path]:
 
 def cache_hits(trace: Summary) -> Figure:
     """Draw the hit rate on a trace by cache size."""
-    told = (
+    subtitle = (
         f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['distinct'], 'distinct block')} of "
     )
-    figure = titled("Blocks found in the cache, by its size", f"{told}{counted(trace['block_tokens'], 'token')}", 3.4)
+    figure = titled(
+        "Blocks found in the cache, by its size", f"{subtitle}{counted(trace['block_tokens'], 'token')}", 3.4
+    )
     axes = figure.add_axes((0.06, 0.19, 0.77, 0.6))
     rows, blocks = trace["sizes"], trace["blocks"]
     sizes = [row["size"] for row in rows]
@@ -57,9 +59,9 @@ def cache_hits(trace: Summary) -> Figure:
     return figure
 
 
-def batch_sizes(summary: Summary, told: str) -> Figure:
+def batch_sizes(summary: Summary, subtitle: str) -> Figure:
     """Draw measured output tokens per second and the floor by batch size, on logarithmic axes."""
-    figure = titled("Output tokens a second, by batch size", told, 3.6)
+    figure = titled("Output tokens a second, by batch size", subtitle, 3.6)
     axes = figure.add_axes((0.09, 0.14, 0.76, 0.66))
     rows = summary["sizes"]
     sizes = [row["size"] for row in rows]
@@ -286,10 +288,10 @@ def stairs(steps: Summary, values: Sequence[float]) -> tuple[list[float], list[f
 def stay_colors(asks: Sequence[Summary]) -> tuple[Callable[[Summary], Any], dict[str, str]]:
     """Return a request's color, and the legend: by tenant, by kind, or darker for longer answers."""
     groups = {sort: sorted({ask[sort] for ask in asks}) for sort in ("tenant", "kind")}
-    telling = next((sort for sort, found in groups.items() if 1 < len(found) <= LEGEND_COLUMNS), None)
-    if telling is not None:
-        colored = dict(zip(groups[telling], COLORS, strict=False))
-        return lambda ask: colored[ask[telling]], colored
+    varying = next((sort for sort, found in groups.items() if 1 < len(found) <= LEGEND_COLUMNS), None)
+    if varying is not None:
+        colored = dict(zip(groups[varying], COLORS, strict=False))
+        return lambda ask: colored[ask[varying]], colored
     low = log(min(ask["length"] for ask in asks))
     span = log(max(ask["length"] for ask in asks)) - low or 1.0
 

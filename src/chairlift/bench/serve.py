@@ -135,19 +135,19 @@ class Reader:
     def _brings_tokens(self, event: bytes, now: float) -> bool:
         """Parse an event; return whether it has tokens. An event with only a role has none."""
         try:
-            told = json.loads(event)
+            parsed = json.loads(event)
         except ValueError:
             raise ReplyError(f"an event is not JSON: {event[:80]!r}") from None
-        if not isinstance(told, dict):
+        if not isinstance(parsed, dict):
             raise ReplyError(f"an event is not an object: {event[:80]!r}")
-        if told.get("error"):
-            raise ReplyError(message_of(told) or "an error without a message")
-        match told.get("usage"):
+        if parsed.get("error"):
+            raise ReplyError(message_of(parsed) or "an error without a message")
+        match parsed.get("usage"):
             case {"prompt_tokens": int(prompt), "completion_tokens": int(output)}:
                 self._record.prompt_tokens, self._record.output_tokens = prompt, output
                 self._record.is_counted = True
-                self.is_ended = self.is_ended or not told.get("choices")  # some servers send usage with every chunk
-        match told.get("choices"):
+                self.is_ended = self.is_ended or not parsed.get("choices")  # some servers send usage with every chunk
+        match parsed.get("choices"):
             case [{**choice}, *_]:
                 delta = choice.get("delta")
                 new = delta if isinstance(delta, dict) else {"text": choice.get("text")}

@@ -120,7 +120,7 @@ def tables(summary: dict[str, Any]) -> Group:
     """Return the tables of totals and of latencies."""
     counts = ", ".join(f"{count:,} {state}" for state, count in summary["requests"].items() if count)
     statuses = ", ".join(f"{name}: {count:,}" for name, count in summary["status"].items())
-    came, asked = summary["output_tokens"], summary["asked_output_tokens"]
+    received, requested = summary["output_tokens"], summary["asked_output_tokens"]
     rows = [
         (f"requests, of {summary['planned']:,} planned", counts or "none"),
         ("by HTTP status", statuses or "none"),
@@ -129,7 +129,7 @@ def tables(summary: dict[str, Any]) -> Group:
         ("output tok/s", f"{summary['output_tok_s']:,.1f}"),
         ("prompt and output tok/s", f"{summary['total_tok_s']:,.1f}"),
         ("prompt tokens", f"{summary['prompt_tokens']:,}"),
-        ("output tokens", f"{came:,}" if came == asked else f"{came:,} of {asked:,} asked"),
+        ("output tokens", f"{received:,}" if received == requested else f"{received:,} of {requested:,} requested"),
         ("peak concurrency", f"{summary['peak_concurrency']:,}"),
     ]
     if goodput := summary.get("goodput"):

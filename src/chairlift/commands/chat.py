@@ -85,13 +85,13 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Stream the answer to a message; stopped or not, it becomes part of the conversation."""
         self._messages.append({"role": "user", "content": text})
-        said = ""
+        reply = ""
         speed = Speed()
         try:
             chunks = self._llm.stream(self._prompt(), self._params)
             with stoppable() as stopped, contextlib.closing(cast(Any, chunks)):
                 for chunk in speed.watch(chunks):
-                    said += chunk.text
+                    reply += chunk.text
                     write(chunk.text)
                     if stopped():
                         break
@@ -99,7 +99,7 @@ class Conversation:
             self._messages.pop()  # the conversation stays as it was before the rejected message
             raise
         write("\n")
-        self._messages.append({"role": "assistant", "content": said})
+        self._messages.append({"role": "assistant", "content": reply})
         notes.print(str(speed), style="dim")
 
     def _prompt(self) -> list[int]:

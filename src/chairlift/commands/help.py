@@ -133,8 +133,8 @@ def _entry(param: Any, context: typer.Context, is_full: bool) -> tuple[str, str]
     text = param.help or ""
     if param.param_type_name == "argument":
         return _metavar(param), text
-    written, told = param.get_help_record(context)
-    added = told.removeprefix(text).strip()  # the default and the range, in brackets
+    written, full_text = param.get_help_record(context)
+    added = full_text.removeprefix(text).strip()  # the default and the range, in brackets
     if param.is_flag:
         added = re.sub(r"default: [\w-]+", f"default: {'on' if param.default else 'off'}", added)
     found = _WRITTEN.fullmatch(written)

@@ -33,8 +33,8 @@ class Limits:
 
     def longest(self, request: Request) -> int:
         """Return the largest number of tokens, prompt included, that a sequence of the request may have."""
-        wanted = request.params.max_tokens
-        return self.max_length if wanted is None else min(self.max_length, len(request.prompt) + wanted)
+        max_tokens = request.params.max_tokens
+        return self.max_length if max_tokens is None else min(self.max_length, len(request.prompt) + max_tokens)
 
     def truncate(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """Return the prompt's last truncate_prompt_tokens tokens; -1 keeps as many as leave room for max_tokens.

@@ -134,7 +134,7 @@ class SamplingParams:
             raise RequestError(f"early_stopping is {self.early_stopping!r}: use True, False or 'never'")
         if not self.use_beam_search:
             return
-        wanted = {
+        unsupported = {
             "stop": self.stop,
             "bad_words": self.bad_words,
             "logit_bias": self.logit_bias,
@@ -143,7 +143,7 @@ class SamplingParams:
             "penalties": self.has_penalties,
             "logits_processors": self.logits_processors,
         }
-        if refused := [name for name, value in wanted.items() if value]:
+        if refused := [name for name, value in unsupported.items() if value]:
             raise RequestError(
                 f"use_beam_search ranks by the model's own probabilities and does not support {', '.join(refused)}: "
                 "leave one of them out"

@@ -251,9 +251,9 @@ class History:
 def _limit(request: Request, max_length: int) -> int:
     """Return the largest number of output tokens that the request may generate."""
     room = max_length - len(request.prompt)
-    wanted = request.params.max_tokens
-    if wanted is not None and wanted < room:
-        return wanted
+    max_tokens = request.params.max_tokens
+    if max_tokens is not None and max_tokens < room:
+        return max_tokens
     return room if room > 1 else 1
 
 

@@ -117,8 +117,8 @@ class Values:
     def wrong(self, key: str, remedy: str) -> ModelError:
         """Return the error for an unusable value, with what to use instead."""
         value = self._values.get(key)
-        said = "is missing" if value is None else f"is {show(value)}"
-        return ModelError(f"{self.file}: {self._prefix}{key} {said}: {remedy}")
+        problem = "is missing" if value is None else f"is {show(value)}"
+        return ModelError(f"{self.file}: {self._prefix}{key} {problem}: {remedy}")
 
     def _list(self, key: str, types: tuple[type, ...], kind: str) -> list[Any]:
         value = self._values.get(key)
@@ -142,8 +142,8 @@ def is_name(value: object) -> bool:
 
 def one_line(error: BaseException) -> str:
     """Format a library's error as part of a message: one line of at most 200 characters."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 200 else f"{said[:200]} ..."
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) <= 200 else f"{message[:200]} ..."
 
 
 def _is_whole(value: object) -> TypeGuard[int | float]:

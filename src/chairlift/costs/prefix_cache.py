@@ -79,10 +79,10 @@ def _measure(blocks: int, prompt: int, repeat: int) -> CostRow:
         found = perf_counter()
         table = BlockTable()
         pool.share(table, [node.block for node in path])
-        held = perf_counter()
+        locked = perf_counter()
         assert len(path) == length, "the whole prompt is cached"
         matches.append(found - began)
-        locks.append(held - found)
+        locks.append(locked - found)
         pool.release(table)
     assert not pool.free, "each allocation from now on must evict a block"
     evictions, inserts = zip(
@@ -107,7 +107,7 @@ def _add(pool: BlockPool, cache: PrefixCache, key: bytes) -> tuple[float, float]
     table = BlockTable()
     began = perf_counter()
     pool.grow(table, len(key) // 4)
-    taken = perf_counter()
+    allocated = perf_counter()
     node = cache.root("")
     for place, block in enumerate(table.blocks):
         kept = cache.insert(node, key[place * _WIDTH : (place + 1) * _WIDTH], block)
@@ -116,7 +116,7 @@ def _add(pool: BlockPool, cache: PrefixCache, key: bytes) -> tuple[float, float]
     ended = perf_counter()
     count = len(table.blocks)
     pool.release(table)
-    return (taken - began) / count, (ended - taken) / count
+    return (allocated - began) / count, (ended - allocated) / count
 
 
 @contextmanager

@@ -86,19 +86,19 @@ def measure(
             f"this one holds {room:,}: lower --prompt-tokens or --tokens"
         )
     dtype = str(subject.config.dtype).removeprefix("torch.")
-    asked = make_prompts(subject, prompts, prompt_tokens)
+    inputs = make_prompts(subject, prompts, prompt_tokens)
     with tempfile.TemporaryDirectory(prefix="chairlift-bench-") as scratch:
         notice("writing the weights for both engines")
         folder = subject.folder(Path(scratch))
         notice(f"transformers in {dtype}")
-        theirs = run_theirs(folder, subject, asked, tokens, advance)
+        theirs = run_theirs(folder, subject, inputs, tokens, advance)
         tidy()
         notice(f"chairlift in {dtype}")
         chosen = {**settings, "load_format": "auto", "max_length": min(room, max(needed, SHORT))}
-        ours = run_ours(folder, chosen, asked, theirs.answers, advance)
+        ours = run_ours(folder, chosen, inputs, theirs.answers, advance)
         tidy()
         notice("transformers in float32")
-        truth = run_truth(folder, subject, asked, ours.answers, theirs.answers, advance)
+        truth = run_truth(folder, subject, inputs, ours.answers, theirs.answers, advance)
         tidy()
     return summarize(ours, theirs, truth) | {
         "chairlift": __version__,
@@ -169,15 +169,15 @@ def run_truth(
 def decode(model: Any, prompts: list[Ids], count: int, advance: Advance) -> tuple[list[Ids], list[float]]:
     """Decode greedy answers with the KV cache; return them and their tokens' log-probabilities."""
     ids, cache = torch.tensor(prompts, device=model.device), None
-    taken, scores = [], []
+    sampled, scores = [], []
     for _ in range(count):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         best, ids = out.logits[:, -1].float().log_softmax(-1).max(-1, keepdim=True)
-        taken.append(ids)
+        sampled.append(ids)
         scores.append(best)
         advance(1)
-    return torch.cat(taken, 1).tolist(), torch.cat(scores, 1).flatten().tolist()
+    return torch.cat(sampled, 1).tolist(), torch.cat(scores, 1).flatten().tolist()
 
 
 def force(model: Any, prompts: list[Ids], answers: list[Ids], advance: Advance) -> TokenScores:
@@ -214,8 +214,8 @@ def run_ours(
     ]
     advance(len(prompts))
     forced = TokenScores()
-    led = [prompt + answer for prompt, answer in zip(prompts, others, strict=True)]
-    for result in llm.generate(led, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)):
+    forced_prompts = [prompt + answer for prompt, answer in zip(prompts, others, strict=True)]
+    for result in llm.generate(forced_prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)):
         entries = (result.prompt_logprobs or [])[-count:]
         for token, entry in zip(result.prompt_token_ids[-count:], entries, strict=True):
             assert entry is not None

@@ -38,8 +38,8 @@ def recommended_sampling(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
     `do_sample` is ignored, as in vLLM: the temperature applies even if it is false.
     """
     if isinstance(checkpoint, GgufCheckpoint):
-        said = {ours: checkpoint.metadata.get(f"general.sampling.{theirs}") for ours, (_, theirs) in _NAMES.items()}
-        if found := _given(said):
+        metadata = {ours: checkpoint.metadata.get(f"general.sampling.{theirs}") for ours, (_, theirs) in _NAMES.items()}
+        if found := _given(metadata):
             return found, "the file's metadata"
         return _published(checkpoint)
     config = checkpoint.config.get("generation_config") or {}  # the checkpoint has checked that it is an object
