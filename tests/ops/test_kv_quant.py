@@ -30,7 +30,7 @@ def test_the_error_of_a_number_is_at_most_half_a_step_of_its_code() -> None:
     whole, small = (dequantize_reference(*unfold(x, dtype), dtype) for dtype in KV_DTYPES.values())
     assert ((whole - x).abs() <= largest / 127 * 0.505).all(), "half a step, plus 1% for a scale that is rounded up"
     assert ((small - x).abs() <= torch.maximum(x.abs() / 15.9, largest / 448 / 2**9)).all(), (
-        "half a step of a 3-bit mantissa, or half the smallest step"
+        "half a step of a 3-bit mantissa, or the smallest step"
     )
 
 

@@ -35,9 +35,7 @@ def cache_hits(trace: Summary) -> Figure:
     subtitle = (
         f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['distinct'], 'distinct block')} of "
     )
-    figure = titled(
-        "Blocks found in the cache, by its size", f"{subtitle}{counted(trace['block_tokens'], 'token')}", 3.4
-    )
+    figure = titled("Hit rate by cache size", f"{subtitle}{counted(trace['block_tokens'], 'token')}", 3.4)
     axes = figure.add_axes((0.06, 0.19, 0.77, 0.6))
     rows, blocks = trace["sizes"], trace["blocks"]
     sizes = [row["size"] for row in rows]
