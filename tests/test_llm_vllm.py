@@ -51,7 +51,7 @@ def test_all_log_probabilities_of_very_many_tokens_are_refused() -> None:
     with pytest.raises(RequestError, match="all 151,936 tokens are asked for at 7,680 positions, and at most 110 fit"):
         limits.check(Request("a", [1, 2, 3], asked))
     limits.check(Request("a", [1, 2, 3], replace(asked, n=1, max_tokens=100)))
-    with pytest.raises(RequestError, match="at 200 places"):
+    with pytest.raises(RequestError, match="at 200 positions"):
         limits.check(Request("a", [1] * 200, SamplingParams(prompt_logprobs=-1)))
     with pytest.raises(RequestError, match="logprobs is -2, out of range: use 0 to 64"):
         SamplingParams(logprobs=-2)

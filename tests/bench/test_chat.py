@@ -81,7 +81,7 @@ def test_answers_that_differ_are_reported() -> None:
     assert agreement(chat, one, one) == 1
     assert agreement(chat, one, other) == 5 / 8
     one.computed = other.computed = 1
-    assert "up to 62.50%" in str(chat_table(summarize(chat, one, other) | {"model": "a model"}).caption)
+    assert "62.50% of the tokens" in str(chat_table(summarize(chat, one, other) | {"model": "a model"}).caption)
 
 
 def test_a_session_longer_than_the_context_is_refused(model: str) -> None:
