@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from real runs: `python benchmarks/figures.py [scheduling|chat|serve]`."""
+"""Draw the pictures of the documentation from real runs: `python benchmarks/figures.py [scheduling|chat|serve]`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.report.drawing import COLORS
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-CELL, LEFT, TOP = 22, 92, 44
+CELL, LEFT, HEAD = 22, 92, 44  # pixels: a cell, the left margin, the height of the title
 
 
 def scheduling() -> str:
-    """Eight requests on four chairs: what the scheduler plans, step by step, until all are done."""
+    """Draw the scheduler's plans, step by step, of eight requests with a batch of four."""
     pool = BlockPool(total=16, block_size=4)
     scheduler = Scheduler(Limits(max_sequences=4, step_tokens=12, max_length=40, vocab_size=100), pool)
     lengths = [(14, 12), (5, 16), (9, 8), (20, 9), (4, 14), (6, 6), (11, 10), (3, 8)]
@@ -36,29 +36,29 @@ def scheduling() -> str:
     steps: list[tuple[StepPlan, list[tuple[int, str, int, int]], int, int]] = []
     while scheduler.has_work:
         plan = scheduler.plan(float(len(steps)))
-        taken = [(s.row, s.request.id, start, count) for s, start, count in plan.slices]
-        steps.append((plan, taken, pool.owned, len(scheduler.waiting)))
+        slices = [(s.row, s.request.id, start, count) for s, start, count in plan.slices]
+        steps.append((plan, slices, pool.owned, len(scheduler.waiting)))
         scheduler.apply(plan, StepResult([7] * len(plan.samples)))
     return draw_steps(steps, pool.total)
 
 
 def draw_steps(steps: list[tuple[StepPlan, list[tuple[int, str, int, int]], int, int]], blocks: int) -> str:
-    """Chairs down, steps across; a dark cell is a piece of a prompt, a light one a decode."""
+    """Draw rows of the batch down, steps across; a dark cell is a prompt chunk, a light one a decode."""
     rows, width = 4, LEFT + CELL * len(steps) + 20
-    floor = TOP + rows * CELL + 26
+    floor = HEAD + rows * CELL + 26
     height = floor + 96
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="100%" height="100%" fill="white"/>',
-        '<text x="12" y="16" font-size="13">Eight requests, four chairs: each column is one forward pass.</text>',
-        '<text x="12" y="33">Dark: a piece of a prompt, with its length. Light: one more token.</text>',
+        '<text x="12" y="16" font-size="13">Eight requests, a batch of four: each column is one forward pass.</text>',
+        '<text x="12" y="33">Dark: a prompt chunk, with its length. Light: a decode.</text>',
     ]
     for row in range(rows):
-        out.append(f'<text x="12" y="{TOP + row * CELL + 15}">chair {row + 1}</text>')
-    for column, (plan, taken, owned, waiting) in enumerate(steps):
+        out.append(f'<text x="12" y="{HEAD + row * CELL + 15}">row {row + 1}</text>')
+    for column, (plan, slices, owned, waiting) in enumerate(steps):
         x = LEFT + column * CELL
-        for row, name, start, count in taken:
-            color, y = COLORS["ABCDEFGH".index(name)], TOP + row * CELL
+        for row, name, start, count in slices:
+            color, y = COLORS["ABCDEFGH".index(name)], HEAD + row * CELL
             is_prompt = count > 1 or start == 0
             shade = 1.0 if is_prompt else 0.35
             out.append(
@@ -67,18 +67,18 @@ def draw_steps(steps: list[tuple[StepPlan, list[tuple[int, str, int, int]], int,
             label, fill = (str(count), "white") if is_prompt else (name, "#333")
             out.append(f'<text x="{x + 10}" y="{y + 14}" text-anchor="middle" fill="{fill}">{label}</text>')
         for victim in plan.preempted:
-            y = TOP + rows * CELL + 12
+            y = HEAD + rows * CELL + 12
             out.append(f'<text x="{x + 10}" y="{y}" text-anchor="middle" fill="#C00">{victim.request.id}↩</text>')
         for value, most, base, color in ((owned, blocks, floor + 34, "#4C78A8"), (waiting, 8, floor + 80, "#999")):
             bar = 30 * value / most
             out.append(f'<rect x="{x}" y="{base - bar:.1f}" width="{CELL - 2}" height="{bar:.1f}" fill="{color}"/>')
-    out.append(f'<text x="12" y="{TOP + rows * CELL + 12}" fill="#C00">preempted</text>')
+    out.append(f'<text x="12" y="{HEAD + rows * CELL + 12}" fill="#C00">preempted</text>')
     out.append(f'<text x="12" y="{floor + 30}">KV blocks</text><text x="12" y="{floor + 76}">waiting</text>')
     return "\n".join([*out, "</svg>"])
 
 
 def chat() -> str:
-    """A real chat with the default model, as a terminal shows it."""
+    """Draw a chat with the default model, as a terminal shows it."""
     questions = ["What is a chairlift?", "Write one sentence about mountains."]
     command = [sys.executable, "-m", "chairlift", "chat", "--temperature", "0", "--max-tokens", "60"]
     ours, theirs = pty.openpty()
@@ -100,28 +100,28 @@ def chat() -> str:
 
 
 def serve() -> str:
-    """A real server and a real answer, as two terminals show them."""
+    """Draw a server and a reply, as two terminals show them."""
     command = [sys.executable, "-m", "chairlift", "serve", "--log-format", "words"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
-    said = ""
-    while "max_tokens" not in said:
+    log = ""
+    while "max_tokens" not in log:
         line = server.stderr.readline()
-        assert line, f"the server did not start: {said}"
-        said += line
+        assert line, f"the server did not start: {log}"
+        log += line
     body = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 40, "temperature": 0}
     address = "http://127.0.0.1:8000"
     head = ["curl", "-s", f"{address}/v1/chat/completions", "-H", "Content-Type: application/json", "-d"]
     answer = subprocess.run([*head, json.dumps(body)], capture_output=True, text=True, check=True).stdout
     metrics = subprocess.run(["curl", "-s", f"{address}/metrics"], capture_output=True, text=True, check=True).stdout
-    said += server.stderr.readline()
+    log += server.stderr.readline()
     server.terminate()
     server.wait(timeout=30)
     counted = [line for line in metrics.splitlines() if "tokens_total{" in line or "_first_token_seconds_sum" in line]
     console = Console(record=True, width=118, file=io.StringIO())
     console.print(Text("$ make serve", style="bold green"))
-    console.print(Text(said.strip("\n")))
-    console.print(Text("\n$ curl " + said.split("curl ", 1)[1].split("\n\n")[0], style="bold green"))
+    console.print(Text(log.strip("\n")))
+    console.print(Text("\n$ curl " + log.split("curl ", 1)[1].split("\n\n")[0], style="bold green"))
     console.print_json(answer)
     console.print(Text(f"\n$ curl -s {address}/metrics | grep tokens", style="bold green"))
     console.print(Text("\n".join(counted[:4])))
@@ -129,7 +129,7 @@ def serve() -> str:
 
 
 def read_until(terminal: int, mark: str) -> str:
-    """What the terminal shows until a text appears in it."""
+    """Read the terminal's output until `mark` appears in it."""
     text = ""
     while mark not in text:
         text += os.read(terminal, 4096).decode(errors="replace")

@@ -273,7 +273,7 @@ def test_the_command_fails_with_a_summary_while_a_line_fails(tiny_model: Path, t
     assert told[2].startswith("  line 3, custom_id 'bad0': temperature is -1")
     assert told[6:] == [
         f"  and 2 more: each has an error line in {out}",
-        f"correct them in {source} and run this again: only failed requests are tried again",
+        f"correct them in {source} and run the command again: only failed requests are retried",
     ]
     write(source, line("fine"), *(line(f"bad{i}") for i in range(6)))
     done = chairlift_batch(source, out, tiny_model)

@@ -107,9 +107,9 @@ def test_run_completes_what_comes_through_a_pipe_several_times(tiny_model: Path)
         (["run", "Hi", "--temperature", "-1"], "--temperature is -1.0"),
         (["run", "Hi", "--max-tokens", "0"], "--max-tokens is 0, out of range: use 1 or more"),
         (["run", "Hi", "--kv-tokens", "0"], "--kv-tokens is 0: use 1 or more, or leave it out"),
-        (["run", "Hi", "--disk-cache", "x", "--host-tokens", "0"], "--disk-cache is reached through host memory"),
+        (["run", "Hi", "--disk-cache", "x", "--host-tokens", "0"], "--disk-cache needs host memory to copy through"),
         (["run", "Hi", "--max-length", "1"], "--max-length is 1"),
-        (["serve", "--target-tpot", "1s", "--prefill", "whole"], "so leave --prefill at chunked or --target-tpot out"),
+        (["serve", "--target-tpot", "1s", "--prefill", "whole"], "set --prefill to chunked or leave --target-tpot out"),
         (["serve", "no-such-model"], "no model 'no-such-model'"),
         (["serve", "one", "--model", "other"], "MODEL is 'one' and --model is 'other': give one of them"),
         (["run", ""], "the prompt is empty"),
@@ -251,12 +251,12 @@ def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: 
     with in_a_terminal("chat", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
         read_until(b"> ")
         interrupt_while_it_reads(process)
-        assert b"press Ctrl-C again to leave" in read_until(b"> ")
+        assert b"press Ctrl-C again to quit" in read_until(b"> ")
         os.write(typed, b"Hi\n")
         read_until(b"first token after")
         read_until(b"> ")
         interrupt_while_it_reads(process)  # the first again, since a message was sent in between
-        assert b"press Ctrl-C again to leave" in read_until(b"> ")
+        assert b"press Ctrl-C again to quit" in read_until(b"> ")
         interrupt_while_it_reads(process)
         assert process.wait(20) == 0
 

@@ -48,10 +48,10 @@ def scores(few: Any, all_of_them: Any) -> list[tuple[dict[int, Any], dict[int, A
 def test_all_log_probabilities_of_very_many_tokens_are_refused() -> None:
     limits = Limits(max_sequences=64, step_tokens=64, max_length=4096, vocab_size=151_936)
     asked = SamplingParams(logprobs=-1, max_tokens=120, n=64)
-    with pytest.raises(RequestError, match="all 151,936 tokens are asked for at 7,680 places, and at most 110 fit"):
+    with pytest.raises(RequestError, match="all 151,936 tokens are asked for at 7,680 positions, and at most 110 fit"):
         limits.check(Request("a", [1, 2, 3], asked))
     limits.check(Request("a", [1, 2, 3], replace(asked, n=1, max_tokens=100)))
-    with pytest.raises(RequestError, match="at 200 places"):
+    with pytest.raises(RequestError, match="at 200 positions"):
         limits.check(Request("a", [1] * 200, SamplingParams(prompt_logprobs=-1)))
     with pytest.raises(RequestError, match="logprobs is -2, out of range: use 0 to 64"):
         SamplingParams(logprobs=-2)

@@ -114,7 +114,7 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"n": 3, "best_of": 2}, "best_of is 2, out of range: use n or more"),
         ({"early_stopping": "soon"}, "early_stopping is 'soon': use true, false or 'never'"),
         ({"early_stopping": 1}, "early_stopping is 1: use true, false or 'never'"),
-        ({"use_beam_search": True, "stop": ["x"], "min_tokens": 2}, "has no use for stop, min_tokens"),
+        ({"use_beam_search": True, "stop": ["x"], "min_tokens": 2}, "does not support stop, min_tokens"),
         ({"stop": 5}, "stop is 5: use a string or a list of strings"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5: use a list of whole numbers"),
         ({"logit_bias": {"the": 1}}, "logit_bias has the key 'the': use token ids"),

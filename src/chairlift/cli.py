@@ -55,17 +55,17 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_show_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Run a command; what goes wrong on the user's side is one line on stderr."""
+    """Run a command; an error of the user is one line on stderr."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # one odd byte must not end an answer
+            stream.reconfigure(errors="replace")  # one invalid byte must not end an answer
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that files are closed and processes ended
     _restore_interrupts()
     try:
@@ -91,7 +91,7 @@ def _restore_interrupts() -> None:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: it may hit in mid-step, and then what tidies up after it fails too."""
+    """Whether Ctrl-C caused an error: it may interrupt a step, and then the clean-up after it fails too."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True

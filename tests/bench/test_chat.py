@@ -1,4 +1,4 @@
-"""Chats with the prefix cache and without: real sessions on a tiny real model."""
+"""Chats with and without the prefix cache: real sessions on a tiny real model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chairlift.bench.chat import Chat, Run, Turn, agreement, chat_table, measure, summarize
+from chairlift.bench.chat import Chat, ChatResult, Turn, agreement, chat_table, measure, summarize
 from chairlift.core.errors import ChairliftError
 from tiny import make_tiny_model
 
@@ -26,13 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def chatted(model: str, chat: Chat = CHAT, **settings: Any) -> dict[str, Any]:
     told: list[int] = []
     summary = measure(model, {"device": "cpu", **settings}, chat, advance=told.append)
-    assert sum(told) == 2 * chat.answered, "the bar ends where all is said"
+    assert sum(told) == 2 * chat.output_tokens, "the progress bar reaches its end"
     return summary
 
 
-def said(*answers: list[int]) -> Run:
-    """A session for each, of one turn."""
-    return Run([Turn(i, 0, [1], 0.0, 1.0, 0, tokens) for i, tokens in enumerate(answers)], seconds=1.0)
+def said(*answers: list[int]) -> ChatResult:
+    """Return a result with a session of one turn for each answer."""
+    return ChatResult([Turn(i, 0, [1], 0.0, 1.0, 0, tokens) for i, tokens in enumerate(answers)], seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def said(*answers: list[int]) -> Run:
     [{}, {"overlap": True}, {"max_sequences": 4}, {"batching": "static"}, {"policy": "longest-prefix"}],
     ids=str,
 )
-def test_the_cache_leaves_little_more_to_compute_than_what_is_new(model: str, settings: dict[str, Any]) -> None:
+def test_with_the_cache_little_more_than_new_tokens_is_computed(model: str, settings: dict[str, Any]) -> None:
     summary = chatted(model, **settings)
     cached, plain, least = summary["with"], summary["without"], summary["least_tokens"]
     assert least == 100 + 6 * (3 * 9 + 2)
@@ -52,14 +52,14 @@ def test_the_cache_leaves_little_more_to_compute_than_what_is_new(model: str, se
     assert cached["preemptions"] == plain["preemptions"] == 0
 
 
-def test_what_one_that_yields_computes_again_is_counted(model: str) -> None:
+def test_tokens_recomputed_after_a_preemption_are_counted(model: str) -> None:
     chat = Chat(sessions=4, turns=1, system_tokens=100, user_tokens=9, answer_tokens=40)
     plain = chatted(model, chat, kv_tokens=23 * BLOCK)["without"]
     assert plain["preemptions"] > 0
     assert plain["computed_tokens"] > plain["prompt_tokens"]
 
 
-def test_without_a_system_prompt_a_session_still_finds_its_own_past(model: str) -> None:
+def test_without_a_system_prompt_a_session_still_hits_its_own_history(model: str) -> None:
     summary = chatted(model, Chat(sessions=2, turns=4, system_tokens=0, user_tokens=20, answer_tokens=20))
     assert summary["with"]["cached_tokens"] > 0
     assert summary["same_tokens"] == 1
@@ -72,20 +72,20 @@ def test_all_numbers_can_be_written_and_shown(model: str) -> None:
     screen = StringIO()
     Console(file=screen, width=120).print(chat_table(summary))
     assert "turn 3, p95" in screen.getvalue()
-    assert "both engines wrote the same tokens" in screen.getvalue()
+    assert "both engines generated the same tokens" in screen.getvalue()
 
 
-def test_answers_that_part_are_told() -> None:
+def test_answers_that_differ_are_reported() -> None:
     chat = Chat(sessions=2, turns=1, answer_tokens=4)
     one, other = said([1, 2, 3, 4], [5, 6, 7, 8]), said([1, 2, 3, 4], [5, 9, 7, 8])
     assert agreement(chat, one, one) == 1
     assert agreement(chat, one, other) == 5 / 8
     one.computed = other.computed = 1
-    assert "up to 62.50%" in str(chat_table(summarize(chat, one, other) | {"model": "a model"}).caption)
+    assert "62.50% of the tokens" in str(chat_table(summarize(chat, one, other) | {"model": "a model"}).caption)
 
 
-def test_a_session_that_outgrows_the_context_is_refused(model: str) -> None:
-    with pytest.raises(ChairliftError, match="becomes 1,300 tokens long, and the context holds 512"):
+def test_a_session_longer_than_the_context_is_refused(model: str) -> None:
+    with pytest.raises(ChairliftError, match="has 1,300 tokens, and the context holds 512"):
         chatted(model, Chat())
 
 

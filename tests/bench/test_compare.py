@@ -1,4 +1,4 @@
-"""Comparisons of scheduling choices: real grids on a tiny real model, and the arithmetic of their bound."""
+"""Comparisons of scheduling settings: grids on a tiny real model, and the arithmetic of their bound."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_the_mixes_are_what_their_names_say() -> None:
     assert sum(query.priority for query in made("priorities").queries) == 8
     assert {query.deadline for query in made("deadlines", deadline=3).queries} == {3, 6, 12, 24}
     *decodes, newcomer = made("longprompt").queries
-    assert len(decodes) == 16 and newcomer.prompt_tokens == 2000 and newcomer.after
+    assert len(decodes) == 16 and newcomer.prompt_tokens == 2000 and newcomer.after_tokens
 
 
-def test_in_the_tenants_mix_prompts_of_a_kind_begin_alike_and_lengths_depend_on_who_asks() -> None:
+def test_in_the_tenants_mix_prompts_of_a_kind_share_a_prefix_and_lengths_depend_on_the_tenant() -> None:
     queries = made("tenants", requests=400).queries
     starts = {query.kind: {tuple(each.ids[:32]) for each in queries if each.kind == query.kind} for query in queries}
     assert len(starts) == 4 and all(len(found) == 1 for found in starts.values())
@@ -96,21 +96,21 @@ def test_a_hidden_length_reaches_nothing_but_the_oracle(name: str) -> None:
     assert {request.endpoint for request in requests} <= {"", "chat", "completions"}
 
 
-def test_lengths_can_be_told_or_hidden_at_will() -> None:
+def test_lengths_can_be_known_or_hidden() -> None:
     mix = made("halves", lengths_are_known=False, cap=700)
     assert {mix.max_tokens(query) for query in mix.queries} == {700}
     told = made("tenants", lengths_are_known=True)
     assert [told.max_tokens(query) for query in told.queries] == told.outputs
 
 
-def test_a_rehearsal_comes_before_and_is_of_the_same_kinds() -> None:
+def test_a_rehearsal_precedes_the_mix_and_has_the_same_kinds() -> None:
     mix = made("tenants", requests=40, rehearse=60, rate=10.0)
     assert len(mix.queries) == 40 and len(mix.rehearsal) == 60 and mix.queries[0].at == mix.rehearsal[0].at == 0
     starts = [{(query.kind, *query.ids[:32]) for query in queries} for queries in (mix.queries, mix.rehearsal)]
     assert starts[0] == starts[1]
 
 
-def test_requests_come_at_a_rate_and_from_recordings(tmp_path: Path) -> None:
+def test_requests_are_sent_at_a_rate_or_as_recorded(tmp_path: Path) -> None:
     mix = made("tenants", requests=50, rate=10.0)
     assert not mix.is_at_once and 2 < mix.queries[-1].at < 10
     assert [query.output_tokens for query in mix.queries] == made("tenants", requests=50).outputs
@@ -127,10 +127,10 @@ def test_requests_come_at_a_rate_and_from_recordings(tmp_path: Path) -> None:
         ("halves", {"cap": 9}, "max_tokens is 9, less than the longest answer"),
         ("halves", {"rate": 0.0}, "the rate is 0.0"),
         ("halves", {"arrivals": "sometimes"}, "there are no arrivals 'sometimes'"),
-        ("halves", {"rate": 1.0, "duration": 0.0}, "no request is left to run"),
+        ("halves", {"rate": 1.0, "duration": 0.0}, "there is no request to run"),
     ],
 )
-def test_a_mix_that_cannot_be_made_says_why(name: str, options: dict[str, Any], message: str) -> None:
+def test_the_error_of_an_impossible_mix_says_why(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ChairliftError, match=message):
         made(name, **options)
 
@@ -139,7 +139,7 @@ def test_a_mix_that_cannot_be_made_says_why(name: str, options: dict[str, Any], 
 
 
 def test_the_bound_by_hand() -> None:
-    # Two batches of two last 8 passes each; 18 tokens on two seats take 9.
+    # Two batches of two last 8 passes each; 18 tokens in batches of two take 9.
     assert bound_of([1, 8, 1, 8], 2) == Bound(static=16, continuous=9)
     # The longest answer alone takes 10 passes, though all tokens would fit in 7.
     assert bound_of([10, 1, 1, 1], 2) == Bound(static=11, continuous=10)
@@ -154,14 +154,14 @@ def cell(batching: str, policy: str, passes: int) -> dict[str, Any]:
     return {"name": batching, "choices": {"batching": batching, "policy": policy}, "runs": [1], "median": median}
 
 
-def test_what_was_reached_of_the_bound_by_hand() -> None:
+def test_the_share_of_the_bound_by_hand() -> None:
     mix = Mix("by hand", few(1, 8, 1, 8), 16, lengths_are_known=True)
     pairs = [cell("static", "fcfs", 16), cell("continuous", "fcfs", 10), cell("continuous", "sjf", 9)]
     [found] = bounds(pairs, mix, 2)
     assert found["passes"] == [16, 10] and found["least_passes"] == [16, 9]
     assert found["reached"] == 1.6 and found["bound"] == 16 / 9 and found["share"] == pytest.approx(0.9)
     late = Mix("late", few(1, 8, at=1.0), 16, lengths_are_known=True)
-    assert list(bounds(pairs, late, 2)) == [], "who is not there yet cannot be in a batch"
+    assert list(bounds(pairs, late, 2)) == [], "the bound holds only if all requests are present from the start"
 
 
 # ---- grids
@@ -172,7 +172,7 @@ def test_cells_are_named_by_what_differs() -> None:
     assert alone.name == "continuous" and alone.choices == {"batching": "continuous", "policy": "fcfs"}
     assert [each.name for each in cells_of({"batching": list(GATES), "policy": ["fcfs"]})] == list(GATES)
     guessing = cells_of({"policy": ["fcfs", "sjf"], "predictor": ["history", "oracle"]})
-    assert [each.name for each in guessing] == ["fcfs", "sjf, history", "sjf, oracle"], "fcfs has nothing to guess"
+    assert [each.name for each in guessing] == ["fcfs", "sjf, history", "sjf, oracle"], "fcfs needs no predictor"
     with pytest.raises(ChairliftError, match="policy is 'luck': use one of fcfs"):
         cells_of({"policy": ["fcfs", "luck"]})
 
@@ -190,43 +190,41 @@ def test_every_request_gets_exactly_its_hidden_length_in_every_cell(model: str, 
             assert len(run["steps"]["at"]) == run["metrics"]["passes"] >= max(mix.outputs)
             assert 0 < run["metrics"]["occupancy"] <= 1 and max(run["steps"]["sequences"]) == 3
             assert sum(run["steps"]["tokens"]) == sum(run["service"][""])
-            check_seats(run, seats=3)
+            check_slots(run, slots=3)
     assert summary["workload"]["max_tokens"] == (None if is_known else 64)
     [found] = summary["bounds"]
     assert found["reached"] > 1 and found["bound"] == bound_of(mix.outputs, 3).ratio
     if is_known:
-        assert found["passes"][0] == found["least_passes"][0], "static batching has no choice"
+        assert found["passes"][0] == found["least_passes"][0], "static batching takes exactly its bound"
 
 
-def check_seats(run: dict[str, Any], seats: int) -> None:
-    """Nobody sits on another's lap, and everybody sits from before the first token to the last."""
+def check_slots(run: dict[str, Any], slots: int) -> None:
+    """Check that no two requests share a slot at a time, and that stays cover all tokens of a request."""
     taken: dict[int, list[tuple[float, float]]] = {}
     for request in run["requests"]:
         assert request["at"] <= request["stays"][0][1] <= request["first"] <= request["last"]
         for seat, began, ended in request["stays"]:
             assert ended > began
             taken.setdefault(seat, []).append((began, ended))
-    assert set(taken) <= set(range(seats))
+    assert set(taken) <= set(range(slots))
     for stays in taken.values():
         assert all(before[1] <= after[0] + 1e-5 for before, after in pairwise(sorted(stays)))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("preemption", PREEMPTIONS)
-def test_one_that_yields_its_memory_stays_twice_and_still_gets_its_length(
-    model: str, preemption: str, overlap: bool
-) -> None:
+def test_a_preempted_request_has_two_stays_and_its_full_length(model: str, preemption: str, overlap: bool) -> None:
     mix = Mix("tight", few(90, 100, 80, 95), 100, lengths_are_known=False)
     axes = {"batching": ["continuous"], "preemption": [preemption]}
     summary = compared(model, mix, axes, max_sequences=4, kv_tokens=256, overlap=overlap)
     [run] = summary["cells"][0]["runs"]
     assert [request["tokens"] for request in run["requests"]] == mix.outputs
     assert run["metrics"]["preemptions"] == sum(len(request["stays"]) - 1 for request in run["requests"]) > 0
-    check_seats(run, seats=4)
+    check_slots(run, slots=4)
 
 
-def test_a_newcomer_waits_for_others_tokens_and_its_times_count_from_then(model: str) -> None:
-    queries = [*few(20, 20), Query([2] * 100, 4, after=10)]
+def test_a_request_held_for_others_tokens_is_timed_from_its_submission(model: str) -> None:
+    queries = [*few(20, 20), Query([2] * 100, 4, after_tokens=10)]
     mix = Mix("joins", queries, 32, lengths_are_known=False)
     summary = compared(model, mix, {"batching": list(GATES)}, max_sequences=3)
     for cell in summary["cells"]:
@@ -234,7 +232,7 @@ def test_a_newcomer_waits_for_others_tokens_and_its_times_count_from_then(model:
         assert joined["at"] > max(request["first"] for request in first)
 
 
-def test_tenants_and_deadlines_are_told_apart(model: str) -> None:
+def test_tenants_and_deadlines_are_reported_separately(model: str) -> None:
     queries = [*few(6, 6, 6, tenant="a", deadline=600.0), *few(6, tenant="b", deadline=0.0)]
     summary = compared(model, Mix("two", queries, 8, lengths_are_known=False), {"batching": ["continuous"]})
     [cell] = summary["cells"]
@@ -244,7 +242,7 @@ def test_tenants_and_deadlines_are_told_apart(model: str) -> None:
     assert set(cell["runs"][0]["service"]) == {"a", "b"}
 
 
-def test_a_mix_that_the_context_cannot_hold_is_refused(model: str) -> None:
+def test_a_mix_longer_than_the_context_is_refused(model: str) -> None:
     mix = Mix("long", [Query([1] * 1200, 1200)], 2048, lengths_are_known=False)
     with pytest.raises(ChairliftError, match="1200 prompt and 1200 output tokens, and the context holds 2048"):
         compared(model, mix, {"batching": ["continuous"]})
@@ -258,11 +256,11 @@ def test_a_predictor_that_has_learned_puts_short_answers_first(model: str) -> No
     fcfs, sjf = compared(model, mix, axes, max_sequences=1)["cells"]
     ends = [[request["last"] for request in each["runs"][0]["requests"]] for each in (fcfs, sjf)]
     assert ends[0] == sorted(ends[0]), "in order of arrival"
-    assert max(ends[1][1::2]) < min(ends[1][0::2]), "all short ones before any long one"
+    assert max(ends[1][1::2]) < min(ends[1][0::2]), "all short answers end before any long one"
     assert sjf["median"]["rank_correlation"] == pytest.approx(1) and "rank_correlation" not in fcfs["median"]
 
 
-def test_naive_batches_are_a_row_of_their_own(model: str) -> None:
+def test_naive_batches_have_their_own_row(model: str) -> None:
     pytest.importorskip("transformers")
     mix = Mix("few", few(3, 9, 4, 6), 16, lengths_are_known=True)
     settings = {"device": "cpu", "max_sequences": 2}
@@ -273,7 +271,7 @@ def test_naive_batches_are_a_row_of_their_own(model: str) -> None:
     assert [request["tokens"] for request in naive["runs"][0]["requests"]] == mix.outputs
     assert naive["median"]["passes"] == ours["median"]["passes"] == 15
     late = Mix("late", few(3, at=1.0), 16, lengths_are_known=True)
-    with pytest.raises(ChairliftError, match="--naive answers everything at once"):
+    with pytest.raises(ChairliftError, match="--naive submits all requests at once"):
         Comparison(model, settings, {"batching": ["static"]}, late, naive=True)
 
 
@@ -314,16 +312,16 @@ def test_without_matplotlib_pictures_are_refused_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_choice_is_one_line(model: str) -> None:
+def test_a_wrong_choice_is_a_one_line_error(model: str) -> None:
     done = subprocess.run(command(model, "--policy", "luck"), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.startswith("error: --policy is 'luck': use one of fcfs")
 
 
-def test_a_tenant_alone_keeps_the_moments_it_has_among_the_others() -> None:
+def test_a_tenant_alone_keeps_its_send_times() -> None:
     crowd, alone = made("flood", rate=50.0), made("flood", rate=50.0, only="quiet")
     first = next(query.at for query in crowd.queries if query.tenant == "quiet")
     assert [(query.prompt, pytest.approx(query.at)) for query in alone.queries] == [
         (query.prompt, query.at - first) for query in crowd.queries if query.tenant == "quiet"
     ]
-    with pytest.raises(ChairliftError, match="no request is by 'nobody': the tenants are loud, quiet"):
+    with pytest.raises(ChairliftError, match="no request is from tenant 'nobody': the tenants are loud, quiet"):
         made("flood", only="nobody")

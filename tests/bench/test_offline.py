@@ -1,4 +1,4 @@
-"""Offline benchmarks: real engines in processes of their own, on a tiny model."""
+"""Offline benchmarks: real engines in their own processes, on a tiny model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tm
     command += ["--profile-steps"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     labels = "output tok/s", "prompt tok/s", "requests/s", "TTFT p99, ms", "TPOT mean, ms", "peak memory, MiB"
-    for label in (*labels, "of the physical floor", "the floor: ", "first token ", "the host's part"):
+    for label in (*labels, "of the physical floor", "the floor: ", "first token ", "the host's time"):
         assert label in done.stdout
     found = json.loads(file.read_text())
     assert found["workload"]["requests"] == 5
@@ -43,7 +43,7 @@ def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tm
         assert 0 < run["ttft_p50"] <= run["ttft_p99"] <= 1000 * run["seconds"] and run["peak_mib"] > 1
 
 
-def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None:
+def test_transformers_runs_interleaved_on_the_same_weights(tiny_model: Path) -> None:
     pytest.importorskip("transformers")
     notices: list[str] = []
     benchmark = Benchmark(
@@ -59,25 +59,25 @@ def test_transformers_runs_in_turn_on_the_same_weights(tiny_model: Path) -> None
     assert [each.split(": ")[1] for each in notices if each.startswith("run ")] == names * 2
     summary = summarize(workload, contenders)
     for theirs in summary["engines"][1:]:
-        assert theirs["median"]["agreement"] > 0.9, "other weights would part at the first token"
+        assert theirs["median"]["agreement"] > 0.9, "with other weights answers would differ at the first token"
         assert theirs["ratio"]["output_tok_s"] > 0
     assert offline_table(summary).row_count == 13
 
 
-def test_a_single_request_is_told_in_milliseconds_a_token() -> None:
+def test_a_single_request_is_reported_in_milliseconds_per_token() -> None:
     run = {"seconds": 0.5, "peak_bytes": None, "requests": [{"first": 0.1, "last": 0.5, "tokens": [1] * 100}]}
     assert measure(run, Workload.of("single", [[1] * 8], [100]))["token_ms"] == 5.0
     two = {**run, "requests": run["requests"] * 2}
     assert "token_ms" not in measure(two, Workload.of("two", [[1] * 8] * 2, [100] * 2))
 
 
-def test_the_others_are_not_compared_with_draws(tiny_model: Path) -> None:
+def test_other_engines_are_compared_only_with_greedy_answers(tiny_model: Path) -> None:
     benchmark = Benchmark(str(tiny_model), {}, Workload.of("one", [[1]], [1]), ["transformers"])
     with pytest.raises(ChairliftError, match="always take the likeliest token"):
         run_offline(replace(benchmark, temperature=0.6))
 
 
-def test_a_request_that_cannot_be_served_is_said_in_one_line(tiny_model: Path) -> None:
+def test_a_request_that_cannot_be_served_is_a_one_line_error(tiny_model: Path) -> None:
     benchmark = Benchmark(str(tiny_model), {}, Workload.of("long", [[1] * 600], [1]))
     with pytest.raises(ChairliftError, match="the prompt has 600 tokens and the context holds 512"):
         run_offline(benchmark)
@@ -88,7 +88,7 @@ def task(scratch: Path) -> Task:
     return Task(model="nowhere", scratch=str(scratch), device="cpu", threads=1, longest=2, total=2, dtype="float32")
 
 
-def test_an_engine_that_is_not_there_gives_its_reason(tmp_path: Path) -> None:
+def test_an_unavailable_engine_has_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="cannot be started"), engine("openvino", "/no/python", task(tmp_path)):
         pass
     ours = engine("chairlift", sys.executable, task(tmp_path))
@@ -96,14 +96,16 @@ def test_an_engine_that_is_not_there_gives_its_reason(tmp_path: Path) -> None:
         pass
 
 
-def test_an_engine_ends_with_whoever_started_it() -> None:
+def test_an_engine_ends_with_its_parent_process() -> None:
     code = "from chairlift.bench.peers.__main__ import listen; told = listen(); print('up', flush=True); told.get()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         process.stdin.close()
-        assert process.wait(20) == -signal.SIGKILL  # its whole group, with what a library may have forked
+        assert (
+            process.wait(20) == -signal.SIGKILL
+        )  # its whole process group, with processes that a library may have forked
 
 
 def test_an_engine_without_runs_is_in_the_table_with_its_reason() -> None:
@@ -115,7 +117,7 @@ def test_an_engine_without_runs_is_in_the_table_with_its_reason() -> None:
     assert "openvino is not available: not [bold]installed" in str(shown.caption)
 
 
-def test_agreement_ends_where_answers_part() -> None:
+def test_agreement_ends_where_answers_first_differ() -> None:
     def run(*answers: list[int]) -> dict[str, list[dict[str, list[int]]]]:
         return {"requests": [{"tokens": answer} for answer in answers]}
 

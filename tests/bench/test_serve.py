@@ -1,4 +1,4 @@
-"""The serving benchmark against a small real server on a loopback socket, which answers as each test tells it to."""
+"""The load test against a small real server on a loopback socket, with a scripted reply in each test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from chairlift.bench import http
 from chairlift.bench.http import Chunks, Exchange, Reply, Server
-from chairlift.bench.serve import Outcome, Plan, Progress, Reader, Record, run_serve
+from chairlift.bench.serve import LoadPlan, LoadResult, Progress, Reader, Record, run_serve
 from chairlift.bench.serve_report import is_good, read_targets, summarize, times
 from chairlift.core.errors import ChairliftError
 from chairlift.traffic.query import Query
@@ -32,7 +32,7 @@ def whole(status: str, body: bytes, kind: str = "application/json") -> bytes:
 
 
 def event(value: object) -> bytes:
-    """An event in a chunk of its own."""
+    """Return an event as one chunk."""
     data = b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
@@ -52,7 +52,7 @@ def answer_events(prompt: int, output: int) -> list[object]:
 
 @asynccontextmanager
 async def serving(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A server's URL, and the bodies it has been sent so far."""
+    """Run a server; yield its URL and the list of request bodies that it receives."""
     seen: list[dict[str, Any]] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,7 +70,7 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any
             seen.append({**body, "path": head.split()[1], "key": lines.get("Authorization")})
             await answer(body, send)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # a client that only looked whether anyone is there, or that has left
+            pass  # a client that only tested the connection, or that has closed it
         finally:
             writer.close()
 
@@ -80,17 +80,17 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any
 
 
 async def plain(body: dict[str, Any], send: Send) -> None:
-    """Answer as asked."""
+    """Stream an answer of the requested length."""
     await send(STREAM)
     for each in answer_events(len(body["prompt"]), body["max_tokens"]):
         await send(event(each))
     await send(END)
 
 
-def ask(answer: Answer, queries: list[Query], **options: Any) -> tuple[Outcome, list[dict[str, Any]]]:
-    async def go() -> tuple[Outcome, list[dict[str, Any]]]:
+def ask(answer: Answer, queries: list[Query], **options: Any) -> tuple[LoadResult, list[dict[str, Any]]]:
+    async def go() -> tuple[LoadResult, list[dict[str, Any]]]:
         async with serving(answer) as (url, seen):
-            return await run_serve(Plan(url, queries, **options)), seen
+            return await run_serve(LoadPlan(url, queries, **options)), seen
 
     return asyncio.run(go())
 
@@ -141,7 +141,7 @@ def test_answers_are_counted_and_timed() -> None:
     assert (longest["prompt"], longest["max_tokens"], longest["min_tokens"]) == ([1] * 8, 8, 8)
 
 
-def test_requests_leave_whether_or_not_earlier_ones_are_answered() -> None:
+def test_requests_are_sent_whether_or_not_earlier_ones_are_answered() -> None:
     waiting = 0
     everyone = asyncio.Event()
 
@@ -157,17 +157,17 @@ def test_requests_leave_whether_or_not_earlier_ones_are_answered() -> None:
     assert outcome.peak_concurrency == 20 and {each.state for each in outcome.records} == {"ok"}
 
 
-def test_a_request_that_is_held_back_waits_on_its_own_clock() -> None:
+def test_the_wait_of_a_held_request_counts_in_its_latency() -> None:
     async def slow(body: dict[str, Any], send: Send) -> None:
         await asyncio.sleep(0.05)
         await plain(body, send)
 
     outcome, _ = ask(slow, [Query([1], 2) for _ in range(6)], max_concurrency=2)
     assert outcome.peak_concurrency == 2
-    assert max(times(each)["ttft"] for each in outcome.records) >= 149, "three turns of 50 ms, two of them waiting"
+    assert max(times(each)["ttft"] for each in outcome.records) >= 149, "three times 50 ms, two of them waiting"
 
 
-def test_a_chat_is_sent_as_text_and_its_role_is_no_token() -> None:
+def test_a_chat_is_sent_as_text_and_its_role_is_not_a_token() -> None:
     async def chat(_body: dict[str, Any], send: Send) -> None:
         def delta(finish: str | None = None, **new: str) -> dict[str, Any]:
             return {"choices": [{"index": 0, "delta": new, "finish_reason": finish}]}
@@ -189,7 +189,7 @@ def test_a_chat_is_sent_as_text_and_its_role_is_no_token() -> None:
     assert (found["output_tokens"], found["asked_output_tokens"]) == (2, 9)
 
 
-def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
+def test_refusals_and_failures_are_counted_separately_and_the_run_goes_on() -> None:
     async def moody(body: dict[str, Any], send: Send) -> None:
         match body["max_tokens"]:
             case 1:
@@ -200,7 +200,7 @@ def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
                 await send(STREAM + event(text("a")) + event({"error": {"message": "out of memory"}}))
                 await asyncio.sleep(0.05)
             case 4:
-                await send(STREAM + event(text("a")))  # and the connection ends
+                await send(STREAM + event(text("a")))  # then the connection ends
             case 5:
                 pass
             case 6:
@@ -222,13 +222,13 @@ def test_refusals_and_failures_are_told_apart_and_the_run_goes_on() -> None:
         "HTTP 429: try later",
         "HTTP 500: it broke",
         "out of memory",
-        "the connection was closed in mid-answer",
-        "the connection was closed before an answer",
+        "the connection was closed in the middle of the reply",
+        "the connection was closed before a reply",
         "the server did not stream: it sent application/json",
-        "the reply is no HTTP/1.1: it begins with 'SSH-2.0-OpenSSH'",
+        "the reply is not HTTP/1.1: it begins with 'SSH-2.0-OpenSSH'",
         "the stream ended before the answer did",
-        "an event is no JSON: b'{\"usage\": {'",
-        "the reply is no HTTP: b'zz' is no chunk's size",
+        "an event is not JSON: b'{\"usage\": {'",
+        "the reply is not HTTP: b'zz' is not a chunk's size",
         None,
         None,
     ]
@@ -246,19 +246,19 @@ def test_an_answer_that_takes_too_long_has_failed() -> None:
             await asyncio.sleep(0.01)
 
     record = one(endless, timeout=0.2)
-    assert record.error == "no end within 0.2 s" and record.status == 200 and record.chunks
+    assert record.error == "not finished within 0.2 s" and record.status == 200 and record.chunks
 
 
-def test_servers_that_end_a_stream_in_their_own_way_are_understood() -> None:
+def test_other_ends_of_a_stream_are_understood() -> None:
     unframed = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
-    done = b"data: [DONE]"  # without a line end
+    done = b"data: [DONE]"  # without a newline
     word, last = b"data:" + json.dumps(text("a")).encode(), b"data:" + json.dumps(text("a", "stop")).encode()
     until_closed = one(replying(unframed, b": hello\r\n\r\n" + word + b"\r\n\r\n", last + b"\n\n" + done))
     assert (until_closed.state, until_closed.output_tokens, until_closed.is_counted) == ("ok", 2, False)
     without_done = one(replying(b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM, event(text("a", "stop")), END))
     assert (without_done.state, without_done.output_tokens) == ("ok", 1)
     counted = one(replying(STREAM, event(text("", "length")), event(usage(3, 1)), event(b"[DONE]")))
-    assert (counted.state, len(counted.chunks)) == ("ok", 1), "a token without text has a time all the same"
+    assert (counted.state, len(counted.chunks)) == ("ok", 1), "a token without text has a time too"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 61, 10_000])
@@ -299,16 +299,16 @@ def test_pages_are_fetched_and_sent() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://x?a=b"])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ChairliftError, match="is no URL"):
+def test_an_invalid_url_is_refused(url: str) -> None:
+    with pytest.raises(ChairliftError, match="is not a URL"):
         Server.parse(url)
 
 
-def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
+def test_a_missing_or_refusing_server_is_a_one_line_error() -> None:
     async def gone() -> None:
         async with serving(plain) as (url, _):
             pass
-        await run_serve(Plan(url, [Query([1], 1)]))
+        await run_serve(LoadPlan(url, [Query([1], 1)]))
 
     with pytest.raises(ChairliftError, match=r"no server answers at .* \(connection refused\): start it"):
         asyncio.run(gone())
@@ -320,24 +320,24 @@ def test_a_server_that_is_not_there_or_says_no_is_one_line() -> None:
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            await run_serve(Plan(f"http://127.0.0.1:{port}", [Query([1], 1)]))
+            await run_serve(LoadPlan(f"http://127.0.0.1:{port}", [Query([1], 1)]))
 
     for page, message in (
-        (whole("401 Unauthorized", b""), "wants another API key"),
-        (whole("200 OK", b'{"data": []}'), "names no model"),
-        (whole("200 OK", b"<html>"), "names no model"),
-        (b"", "closed before an answer"),
+        (whole("401 Unauthorized", b""), "rejects the API key"),
+        (whole("200 OK", b'{"data": []}'), "lists no model"),
+        (whole("200 OK", b"<html>"), "lists no model"),
+        (b"", "closed before a reply"),
     ):
         with pytest.raises(ChairliftError, match=message):
             asyncio.run(odd(page))
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[Progress] = []
 
     async def go() -> None:
         async with serving(plain) as (url, _):
-            await run_serve(Plan(url, [Query([1], 5)] * 3), told.append)
+            await run_serve(LoadPlan(url, [Query([1], 5)] * 3), told.append)
 
     asyncio.run(go())
     assert (told[-1].done, told[-1].total, told[-1].tokens) == (3, 3, 15)
@@ -350,7 +350,7 @@ def test_hundreds_of_streams_at_once_are_all_read() -> None:
 
 
 def test_goodput_needs_every_target() -> None:
-    record = Record(planned=1.0, asked=3, prompt_tokens=1, output_tokens=3, sent=1.0, end=1.3)
+    record = Record(planned=1.0, requested_tokens=3, prompt_tokens=1, output_tokens=3, sent=1.0, end=1.3)
     record.chunks.extend([1.1, 1.2, 1.3])
     assert times(record) == pytest.approx({"ttft": 100, "tpot": 100, "gap": 100, "e2e": 300, "late": 0})
     assert is_good(record, read_targets(["ttft:101", "tpot:101", "e2e:301"]))
@@ -359,7 +359,7 @@ def test_goodput_needs_every_target() -> None:
     record.error = "dropped"
     assert not is_good(record, {})
     for wrong in ("ttft", "ttft:x", "ttft:0", "itl:5", ":5"):
-        with pytest.raises(ChairliftError, match="no goodput target"):
+        with pytest.raises(ChairliftError, match="not a goodput target"):
             read_targets([wrong])
 
 
@@ -388,7 +388,7 @@ def test_the_command_prints_tables_and_writes_a_file(tmp_path: Path) -> None:
     assert [len(each["chunks"]) for each in found["records"]] == [3] * 7
 
 
-def test_an_interrupted_run_shows_what_there_is_so_far() -> None:
+def test_an_interrupted_run_shows_its_results_so_far() -> None:
     async def go() -> tuple[int | None, str]:
         answered_at = 0
 
@@ -402,7 +402,7 @@ def test_an_interrupted_run_shows_what_there_is_so_far() -> None:
         async with serving(first_alone) as (url, seen):
             options = ("--requests", "9", "--rate", "5", "--arrivals", "constant", "--prompt-tokens", "4")
             process = await command(url, *options, "--output-tokens", "3")
-            while not answered_at or len(seen) < answered_at + 2:  # by then the client has read the first answer
+            while not answered_at or len(seen) < answered_at + 2:  # then the client has read the first answer
                 await asyncio.sleep(0.01)
             process.send_signal(signal.SIGINT)
             out, _ = await asyncio.wait_for(process.communicate(), 60)

@@ -1,4 +1,4 @@
-"""Decoding by batch size: only full steps without prompts are timed, and the floor is that of the same contexts."""
+"""Decode speed by batch size: only full decode steps are timed, and the floor has the same contexts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from chairlift.bench.plots import batch_sizes
-from chairlift.bench.sizes import WARM, Watch, measure, read_sizes
+from chairlift.bench.sizes import WARM, DecodeTimer, measure, read_sizes
 from chairlift.commands.bench_sizes import sizes as command
 from chairlift.core.errors import ChairliftError
 from chairlift.costs.floor import weights_of
@@ -28,7 +28,7 @@ def test_every_size_has_all_its_full_steps_and_the_floor_of_their_contexts(
     told: list[int] = []
     prompt, output = 200, 12  # three such prompts take three steps of 256 tokens
     summary = measure(str(tiny_model), [1, 3], prompt, output, {**CPU, **settings}, advance=told.append)
-    assert sum(told) == (1 + 3) * output, "the bar ends where all is said"
+    assert sum(told) == (1 + 3) * output, "the progress bar reaches its end"
     assert [row["size"] for row in summary["sizes"]] == [1, 3]
     config = read_config(json.loads((tiny_model / "config.json").read_text()))
     weights = 4 * sum(weights_of(config))
@@ -43,27 +43,27 @@ def test_every_size_has_all_its_full_steps_and_the_floor_of_their_contexts(
         assert row["floor_share"] == pytest.approx(row["output_tok_s"] / row["floor_tok_s"])
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before_to_its_own() -> None:
+def test_a_step_lasts_from_the_end_of_the_previous_step_to_its_own() -> None:
     def plan(*starts: int) -> Any:
         sequence = SimpleNamespace(prompt_length=5)
         return SimpleNamespace(slices=[SimpleNamespace(sequence=sequence, start=at, count=1) for at in starts])
 
-    watch = Watch(2)
+    watch = DecodeTimer(2)
     for _ in range(WARM):
         watch(plan(5, 5), 0.0, 1.0)
     watch(plan(6), 2.0, 1.0)  # not full
     watch(plan(6, 4), 4.0, 1.0)  # the end of a prompt
     assert watch.timed.steps == 0
-    watch(plan(8, 6), 5.5, 1.0)  # half a second after the last: the host's, and counted
+    watch(plan(8, 6), 5.5, 1.0)  # half a second after the last, which is the host's time and counts
     assert (watch.timed.steps, watch.timed.seconds, watch.timed.contexts) == (1, 1.5, 9 + 7)
 
 
-def test_a_batch_that_memory_does_not_hold_is_told(tiny_model: Path) -> None:
-    with pytest.raises(ChairliftError, match=r"4 sequences of 60 tokens are never in the batch together.*128 tokens"):
+def test_a_batch_that_does_not_fit_in_memory_is_an_error(tiny_model: Path) -> None:
+    with pytest.raises(ChairliftError, match=r"4 sequences of 60 tokens do not fit in one batch.*128 tokens"):
         measure(str(tiny_model), [1, 4], 40, 20, {**CPU, "kv_tokens": 128})
 
 
-def test_a_batch_larger_than_a_usual_step_is_one_step(tiny_model: Path) -> None:
+def test_a_batch_larger_than_the_default_step_is_one_step(tiny_model: Path) -> None:
     (row,) = measure(str(tiny_model), [260], 2, WARM + 3, CPU)["sizes"]
     assert (row["size"], row["steps"]) == (260, 2)
 
@@ -94,9 +94,9 @@ def test_numbers_are_written_shown_and_drawn_again(tiny_model: Path, tmp_path: P
 def test_sizes_are_whole_numbers_from_one_up() -> None:
     assert read_sizes("4, 1,4") == [1, 4]
     for text in ("a,b", "1,,2", "", "1.5"):
-        with pytest.raises(ChairliftError, match="are no batch sizes"):
+        with pytest.raises(ChairliftError, match="are not batch sizes"):
             read_sizes(text)
-    with pytest.raises(ChairliftError, match="0 is no batch size"):
+    with pytest.raises(ChairliftError, match="0 is not a batch size"):
         read_sizes("1,0")
 
 
@@ -107,8 +107,8 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pyte
         (["--shape", "no-such-shape"], "one of stories15m"),
         (["--shape", "stories15m", "--prompt", "4000", "--output", "100"], "make 4,100, and the context holds 4,096"),
         (["--shape", "stories15m", "--output", "5"], "too short to time decoding: use 6 or more"),
-        (["--sizes", "0"], "0 is no batch size"),
-        (["--plot", "picture.gif"], "is no picture"),
+        (["--sizes", "0"], "0 is not a batch size"),
+        (["--plot", "picture.gif"], "is not a picture"),
         (["--json", str(tmp_path / "nowhere" / "file")], "there is no such folder"),
         (["--from-json", str(tmp_path / "nothing.json")], "cannot be read"),
         (["--from-json", str(other)], "holds no numbers of bench sizes"),

@@ -1,4 +1,4 @@
-"""The physical floor is arithmetic: on published cases it gives the published figures."""
+"""The physical floor equals the published figures in published cases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_output_tokens_a_second_at_the_floor(shape: str, workload: str, publishe
 def test_prompt_tokens_a_second_at_the_floor(shape: str, published: float) -> None:
     made = NAMED["prefill8k"]()
     floor = floor_of(made, read_config(SHAPES[shape], device="cuda"), READ, FLOPS)
-    assert floor.read_bytes == 0, "one token each comes with the prompts"
+    assert floor.read_bytes == 0, "the prefill samples the one token of each answer"
     assert made.prompt_tokens / floor.seconds == pytest.approx(published, rel=0.003)
 
 
@@ -48,7 +48,7 @@ def test_each_part_by_hand() -> None:
     assert floor.seconds == floor.read_bytes + floor.prompt_flops
 
 
-def test_what_a_group_shares_counts_once() -> None:
+def test_a_shared_prefix_counts_once_per_group() -> None:
     config = read_config(SHAPES["stories15m"])
     matrices, _ = weights_of(config)
     apart = Workload.of("two", [[1] * 13, [1] * 15], [3, 4])

@@ -1,4 +1,4 @@
-"""What `chairlift profile` measures is all there, in the file and in words; the figures are the machine's affair."""
+"""`chairlift profile` writes all its measurements to the file and to the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_command_writes_a_file_and_says_it_in_words(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_file_and_prints_tables(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     done = run("--shape", str(tiny_model), "--device", "cpu", "--out", str(file))
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def test_the_command_writes_a_file_and_says_it_in_words(tiny_model: Path, tmp_pa
     assert found["launch_s"] is found["to_device_bytes_s"] is found["to_host_bytes_s"] is None
 
 
-def test_a_folder_that_is_not_there_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_before_anything_is_measured(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "nowhere" / "machine.json"))
     assert done.returncode == 1 and "no such folder" in done.stderr
 

@@ -1,4 +1,4 @@
-"""The measurement of the prefix cache measures what it says."""
+"""The prefix cache's cost is measured for each number of cached blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of the scheduler measures what it says."""
+"""The scheduler's cost is measured for each length of the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stopwatch around the engine's loop: every part of every step is told, and the engine is left as it was."""
+"""The stopwatch around the engine's loop times every part of every step, and restores the engine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_the_parts_of_steps_with_a_full_batch_add_up(tiny_model: Path, overlap: 
     watch.stop()
     assert not {"plan", "apply", "launch", "collect"} & {*vars(llm.engine.scheduler), *vars(llm.engine._executor)}
     llm.generate(["a"], params[0])
-    assert watch.summary() == found, "nothing is timed any more"
+    assert watch.summary() == found, "no step is timed after stop"
 
 
-def test_without_steps_there_is_nothing_to_tell(tiny_model: Path) -> None:
+def test_without_steps_the_summary_is_empty(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), progress=False, device="cpu", max_length=128)
     assert Stopwatch(llm.engine).summary() == {"sequences": 0, "steps": 0, "parts": {}}

@@ -1,4 +1,4 @@
-"""Ours beside transformers in 16 bits: what agrees is seen to agree, and what does not is seen, too."""
+"""The comparison with transformers in 16 bits detects agreement and disagreement."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from chairlift import LLM
 from chairlift.commands.bench_agreement import agreement as command
 from chairlift.core.errors import ChairliftError
 from chairlift.evaluation import agreement
-from chairlift.evaluation.agreement import Scored, Side, Truth, agreement_table, measure, summarize, work
+from chairlift.evaluation.agreement import (
+    EngineResult,
+    Float32Scores,
+    TokenScores,
+    agreement_table,
+    measure,
+    summarize,
+    work,
+)
 from tiny import make_tiny_model
 
-# Said at length by torch on CPUs that have no 16-bit products.
+# torch warns at length on CPUs without 16-bit products.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 SETTINGS = {"device": "cpu", "dtype": "bfloat16"}
@@ -33,7 +41,7 @@ ERRORS = ("forced_error_mean", "forced_error_max", "decoded_error_mean", "decode
 def found(tiny_model: Path) -> dict[str, Any]:
     told: list[int] = []
     summary = measure(str(tiny_model), SETTINGS, **SIZE, advance=told.append)
-    assert sum(told) == work(SIZE["prompts"], SIZE["tokens"]), "the bar ends where all is done"
+    assert sum(told) == work(SIZE["prompts"], SIZE["tokens"]), "the progress bar reaches its end"
     return summary
 
 
@@ -46,7 +54,7 @@ def test_our_errors_are_of_the_order_of_theirs(found: dict[str, Any]) -> None:
     assert found["same_tokens"] > 0.5
 
 
-def test_other_weights_are_seen_at_once(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_are_detected_at_once(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = make_tiny_model(tmp_path, seed=1, tokenizer=False)
     monkeypatch.setattr(agreement, "LLM", lambda _folder, **settings: LLM(str(other), **settings))
     summary = measure(str(tiny_model), SETTINGS, **SIZE)
@@ -55,7 +63,7 @@ def test_other_weights_are_seen_at_once(tiny_model: Path, tmp_path: Path, monkey
     assert summary["ratio"]["forced_error_mean"] > 20 < summary["ratio"]["decoded_error_mean"]
 
 
-def test_decoding_and_forcing_are_transformers_own(tiny_model: Path) -> None:
+def test_decoding_and_teacher_forcing_match_transformers_own(tiny_model: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     prompts = [[5, 6, 7, 8], [300, 2, 9, 4]]
     with torch.inference_mode():
@@ -76,13 +84,13 @@ def test_random_weights_are_the_same_for_all(tiny_model: Path) -> None:
 
 
 def test_each_number_by_hand() -> None:
-    def scored(*entries: tuple[float, int, bool]) -> Scored:
-        return Scored(*map(list, zip(*entries, strict=True)))  # type: ignore[arg-type]
+    def scored(*entries: tuple[float, int, bool]) -> TokenScores:
+        return TokenScores(*map(list, zip(*entries, strict=True)))  # type: ignore[arg-type]
 
-    theirs = Side([[1, 2], [3, 4]], [-1.0, -1.0, -1.0, -1.0], scored(*[(-1.0, 7, True)] * 4))
-    ours = Side([[1, 2], [9, 4]], [-1.5, -1.0, -1.0, -1.0], scored((-1.2, 7, True), *[(-1.0, 8, False)] * 3))
+    theirs = EngineResult([[1, 2], [3, 4]], [-1.0, -1.0, -1.0, -1.0], scored(*[(-1.0, 7, True)] * 4))
+    ours = EngineResult([[1, 2], [9, 4]], [-1.5, -1.0, -1.0, -1.0], scored((-1.2, 7, True), *[(-1.0, 8, False)] * 3))
     truth = scored(*[(-1.1, 7, True)] * 4)
-    summary = summarize(ours, theirs, Truth(along_ours=scored(*[(-1.0, 0, True)] * 4), along_theirs=truth))
+    summary = summarize(ours, theirs, Float32Scores(along_ours=scored(*[(-1.0, 0, True)] * 4), along_theirs=truth))
     assert (summary["same_answers"], summary["same_tokens"]) == (1, 2 / 4)
     assert (summary["ours"]["agrees"], summary["theirs"]["agrees"]) == (0.25, 1)
     assert (summary["ours"]["as_float32"], summary["theirs"]["as_float32"]) == (0.25, 1)

@@ -1,4 +1,4 @@
-"""Threads that wait for a core are given up, and tried again when there may be one."""
+"""Threads that would wait for a core are not used, and are tried again later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.execution.crowding import Crowding, run_delay
 
 
 class Machine:
-    """A machine whose other processes take so many cores from us, and whose time goes by when told."""
+    """A simulated machine: other processes take some of its cores, and `run` advances its time."""
 
     def __init__(self, cores: int) -> None:
         self.now, self.waited, self.taken = 0.0, 0.0, 0.0
@@ -23,11 +23,11 @@ class Machine:
         self.cores = cores
 
     def run(self, seconds: float) -> list[int]:
-        """The numbers of threads in use meanwhile."""
+        """Return the numbers of threads in use meanwhile."""
         seen = []
         for _ in range(round(seconds / 0.05)):
             self.now += 0.05
-            # Threads beyond the free cores wait for as long as the others run there.
+            # Threads beyond the free cores wait as long as the others run.
             self.waited += 0.05 * max(0.0, self.crowding.threads - (self.cores - self.taken)) * 0.5
             self.crowding.look()
             seen.append(self.crowding.threads)
@@ -39,23 +39,23 @@ def test_a_quiet_machine_uses_all_its_threads() -> None:
 
 
 @pytest.mark.parametrize("cores", [2, 4, 16])
-def test_one_busy_neighbour_costs_one_thread_until_it_is_gone(cores: int) -> None:
+def test_one_busy_process_costs_one_thread_until_it_ends(cores: int) -> None:
     machine = Machine(cores)
     machine.taken = 1.0
     seen = machine.run(100)
     assert set(seen) == {cores, cores - 1}
-    assert seen.count(cores) < len(seen) / 20, "it is tried less and less often"
+    assert seen.count(cores) < len(seen) / 20, "all threads are tried less and less often"
     machine.taken = 0.0
     assert machine.run(60)[-1] == cores
 
 
-def test_one_thread_is_never_given_up() -> None:
+def test_one_thread_is_always_used() -> None:
     machine = Machine(1)
     machine.taken = 1.0
     assert set(machine.run(20)) == {1}
 
 
-def test_a_neighbour_that_comes_later_is_noticed_at_once() -> None:
+def test_a_process_that_starts_later_is_detected_at_once() -> None:
     machine = Machine(2)
     machine.run(50)
     machine.taken = 1.0
@@ -63,7 +63,7 @@ def test_a_neighbour_that_comes_later_is_noticed_at_once() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's scheduler statistics")
-def test_the_wait_of_a_thread_that_shares_its_core_is_seen() -> None:
+def test_the_run_delay_of_a_thread_that_shares_its_core_is_measured() -> None:
     script = (
         "import os, subprocess, sys, time\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -79,7 +79,7 @@ def test_the_wait_of_a_thread_that_shares_its_core_is_seen() -> None:
     assert run_delay() > 0
 
 
-def test_answers_do_not_depend_on_how_many_threads_are_left(tiny_model: Path) -> None:
+def test_answers_do_not_depend_on_the_number_of_threads_in_use(tiny_model: Path) -> None:
     prompts = [[5, 6, 7, 8] * 9, [9, 10], [11] * 30]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
     threads, compiled = torch.get_num_threads(), numba.get_num_threads()

@@ -13,7 +13,7 @@ from chairlift.core.errors import ChairliftError, EngineFault
 from chairlift.models.decoder import Decoder
 
 
-def test_a_lost_device_ends_the_engine_and_says_so(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_stops_the_engine_with_an_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(tiny_model), progress=False)
     params = SamplingParams(temperature=0, max_tokens=4)
     assert llm.generate([[5, 6, 7]], params)
@@ -29,7 +29,7 @@ def test_a_lost_device_ends_the_engine_and_says_so(tiny_model: Path, monkeypatch
         llm.generate([[5, 6, 7]], params)
 
 
-def test_one_request_that_a_step_cannot_compute_leaves_the_engine_in_place(
+def test_a_request_that_a_step_cannot_compute_does_not_stop_the_engine(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(tiny_model), progress=False)

@@ -1,5 +1,5 @@
-"""Recorded steps, with prompts and without, filled up to the next size. What a graph would replay is called here, its
-kernels in Triton's interpreter; on a GPU tests/test_cuda.py records it."""
+"""Captured steps, with and without prompts, padded to the next size. The function that a graph would replay is called
+here, with kernels in Triton's interpreter; on a GPU tests/test_cuda.py captures it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from chairlift.ops.batch import count_decodes
 from chairlift.ops.kv_cache import KvCache
 from tiny import make_tiny_model
 
-SEATS, BLOCKS, BLOCK_SIZE = 12, 24, 16
+MAX_ROWS, BLOCKS, BLOCK_SIZE = 12, 24, 16
 
 
 class Unrecorded(Recorder):
-    """Calls what would be recorded, and leaves results in one place, as a graph does."""
+    """Calls the function instead of capturing it, and writes results to a fixed buffer, as a graph does."""
 
     def record(self, step: Callable[[], Any]) -> Recorded:
         logits, tokens = step()
@@ -49,7 +49,7 @@ class Call:
 
 
 def make_flat(pieces: list[tuple[int, int]], rows: list[int]) -> Flat:
-    """Slices of (tokens before, tokens now)."""
+    """Build slices of (tokens before, tokens now)."""
     starts = np.cumsum([0, *(now for _, now in pieces)])
     contexts = np.array([before + now for before, now in pieces])
     owner = np.repeat(np.arange(len(pieces)), np.diff(starts))
@@ -65,29 +65,29 @@ def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
     decoder = load_model(str(folder), Settings.of(dtype="float16", device="cpu"), progress=False).decoder
     config = decoder.config
     grouping = Grouping(BLOCK_SIZE, config.kv_heads, decode_cuda.members_of_item(config.heads, config.kv_heads))
-    rows = Rows(SEATS, BLOCKS * BLOCK_SIZE, BLOCK_SIZE, decoder.device, grouping)
-    rows.keep_tables_on_device(SEATS * BLOCKS)
-    count = SEATS * BLOCKS + 1
+    rows = Rows(MAX_ROWS, BLOCKS * BLOCK_SIZE, BLOCK_SIZE, decoder.device, grouping)
+    rows.keep_tables_on_device(MAX_ROWS * BLOCKS)
+    count = MAX_ROWS * BLOCKS + 1
     cache = KvCache(config.layers, count, config.kv_heads, config.head_dim, BLOCK_SIZE, config.dtype, decoder.device)
     generator = torch.Generator().manual_seed(0)
     cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
-    rows.tokens[:SEATS].copy_(torch.randint(0, config.vocab_size, rows.tokens[:SEATS].shape, generator=generator))
-    rows._tables[:] = np.random.default_rng(0).permutation(SEATS * BLOCKS).reshape(SEATS, BLOCKS)
-    rows.device_tables[:SEATS] = torch.from_numpy(rows._tables)
-    return MixedGraphs(Unrecorded(decoder, cache, rows, SEATS), 128)
+    rows.tokens[:MAX_ROWS].copy_(torch.randint(0, config.vocab_size, rows.tokens[:MAX_ROWS].shape, generator=generator))
+    rows._tables[:] = np.random.default_rng(0).permutation(MAX_ROWS * BLOCKS).reshape(MAX_ROWS, BLOCKS)
+    rows.device_tables[:MAX_ROWS] = torch.from_numpy(rows._tables)
+    return MixedGraphs(Unrecorded(decoder, cache, rows, MAX_ROWS), 128)
 
 
 CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
     "decodes and a prompt": ([(40, 1), (9, 1), (0, 20)], [3, 7, 0]),
-    "a chunk behind others": ([(3, 1), (50, 60)], [1, 2]),
+    "a chunk after others": ([(3, 1), (50, 60)], [1, 2]),
     "the last tokens of two prompts": ([(7, 1), (0, 40), (30, 1), (64, 3)], [0, 11, 5, 6]),
     "prompts alone, and the whole step": ([(0, 100), (0, 28)], [4, 9]),
-    "as many as there are seats": ([(5 * i, 1) for i in range(11)] + [(0, 5)], list(range(12))),
+    "as many as there are rows": ([(5 * i, 1) for i in range(11)] + [(0, 5)], list(range(12))),
 }
 
 
 def expect(graphs: MixedGraphs, flat: Flat, wanted: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits that plain torch gives, and the cache behind it."""
+    """Return the logits of plain torch, and the cache afterwards."""
     recorder = graphs._recorder
     before = recorder.cache.data.clone()
     inputs, batch = recorder.rows.gather(flat)
@@ -100,7 +100,7 @@ def expect(graphs: MixedGraphs, flat: Flat, wanted: np.ndarray) -> tuple[torch.T
 
 def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     recorder = graphs._recorder
-    wanted = np.concatenate([flat.starts[1:] - 1, flat.starts[-1:] - 1])[-SEATS:]  # the last one is sampled twice
+    wanted = np.concatenate([flat.starts[1:] - 1, flat.starts[-1:] - 1])[-MAX_ROWS:]  # the last token is sampled twice
     rows, positions = np.arange(wanted.size), np.full(wanted.size, 200)
     logits, stored = expect(graphs, flat, wanted)
     monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
@@ -109,14 +109,14 @@ def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.Monk
     found, tokens = graphs.run(size, flat, shared, wanted, rows, positions)
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
     assert torch.equal(tokens, found.argmax(-1)) and torch.equal(recorder.rows.tokens[rows, 200].long(), tokens)
-    spare = SEATS * BLOCKS  # the only block in which nobody's tokens may leave anything
+    spare = MAX_ROWS * BLOCKS  # the scratch block, which padding may write to
     assert torch.allclose(recorder.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     return size
 
 
 @pytest.mark.parametrize(("pieces", "rows"), CASES.values(), ids=CASES.keys())
 @torch.inference_mode()
-def test_a_filled_step_gives_what_a_plain_one_gives(
+def test_a_padded_step_matches_a_plain_one(
     graphs: MixedGraphs, pieces: list[tuple[int, int]], rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = make_flat(pieces, rows)
@@ -124,7 +124,7 @@ def test_a_filled_step_gives_what_a_plain_one_gives(
 
 
 @torch.inference_mode()
-def test_decodes_that_begin_alike_read_together_beside_a_prompt(
+def test_decodes_with_a_shared_prefix_are_grouped_beside_a_prompt(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = graphs._recorder.rows
@@ -137,11 +137,13 @@ def test_decodes_that_begin_alike_read_together_beside_a_prompt(
 
 
 @torch.inference_mode()
-def test_a_decode_step_takes_in_what_is_new_in_the_tables(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_applies_changes_of_the_block_tables(
+    graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = graphs._recorder
     rows, decodes = recorder.rows, DecodeGraphs(recorder)
     who, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
-    other = int(rows._tables[11, 0])  # nobody's now
+    other = int(rows._tables[11, 0])  # now unused
     rows._tables[3, 2] = other
     rows._places, rows._changed = [3 * BLOCKS + 2], [other]
     logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(5))
@@ -151,8 +153,8 @@ def test_a_decode_step_takes_in_what_is_new_in_the_tables(graphs: MixedGraphs, m
     assert tokens is not None and torch.equal(tokens, found.argmax(-1))
     assert torch.equal(rows.tokens[who, positions + 1].long(), tokens)
     assert rows.device_tables[3, 2] == other and not rows._places
-    assert (rows.device_tables[SEATS] == SEATS * BLOCKS).all(), "the scratch row has its scratch block, and no other"
-    spare = SEATS * BLOCKS
+    assert (rows.device_tables[MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
+    spare = MAX_ROWS * BLOCKS
     assert torch.allclose(recorder.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     again, nothing = decodes.run(who, positions, None, False)
     assert nothing is None and torch.allclose(again.float(), logits.float(), atol=0.02, rtol=0.02)
@@ -164,10 +166,10 @@ def test_a_decode_step_takes_in_what_is_new_in_the_tables(graphs: MixedGraphs, m
         (8192, [(5, 1), (0, 31)], 2, 32),
         (8192, [(5, 1), (0, 32)], 2, 64),
         (8192, [(0, 2048)], 1, 2048),
-        (8192, [(0, 2049)], 1, None),  # a long prompt, for which attention has a kernel of its own
+        (8192, [(0, 2049)], 1, None),  # a long prompt, which another attention kernel computes
         (8192, [(9000, 2048)], 1, 2048),
         (8192, [(0, 1500), (0, 1500)], 2, 3072),
-        (8192, [(0, 5)], 40, 64),  # answers that fork from one prompt
+        (8192, [(0, 5)], 40, 64),  # answers forked from one prompt
         (100, [(0, 97)], 1, 100),
         (12, [(0, 3)], 1, 12),
         (12, [(i, 1) for i in range(12)], 12, None),  # no room for a prompt
@@ -181,7 +183,7 @@ def test_a_step_runs_as_the_next_larger_size(
     assert MixedGraphs(recorder, step_tokens).size_for(make_flat(pieces, [0] * len(pieces)), samples) == size
 
 
-def test_inputs_are_blank_where_nothing_is_given() -> None:
+def test_inputs_without_a_value_are_blank() -> None:
     inputs = Inputs(torch.device("cpu"), {"rows": (5,), "tiles": (2, 3), "more": (4,)}, {"rows": 7})
     inputs.send(rows=np.array([1, 2]), tiles=np.array([[3, 4, 5]]), more=np.arange(4))
     inputs.send(rows=np.array([1]), tiles=np.zeros((0, 3)))

@@ -1,4 +1,4 @@
-"""Rules of many requests, applied at once, change what each would have changed alone, in as many operations."""
+"""Rules of many requests, applied at once, have the effect of each alone, in a constant number of operations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from chairlift.core.request import Request
 from chairlift.core.step import Newcomer
 from chairlift.execution.rules import Rules
 
-VOCABULARY, SEATS, LENGTH = 50, 70, 64
+VOCABULARY, MAX_ROWS, LENGTH = 50, 70, 64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """On a GPU, any operation that waits for it is an error."""
+    """On a GPU, make any operation that synchronizes an error."""
     if DEVICE.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -34,13 +34,13 @@ def no_waiting() -> Iterator[None]:
 
 
 def place(rules: Rules, request: Request, rows: list[int]) -> None:
-    """Put a request's sequences in these rows."""
+    """Assign these rows to a request's sequences."""
     for index, row in enumerate(rows):
         rules.place(Newcomer(row, index, list(request.prompt), [], request.sampling))
 
 
 def ruled_alone(logits: torch.Tensor, request: Request, tokens: list[int]) -> torch.Tensor:
-    """What one row's rules make of its logits, word by word."""
+    """Apply one row's rules to its logits, word by word."""
     params, logits = request.params, logits.clone()
     for token, bias in params.logit_bias.items():
         logits[token] += bias
@@ -65,17 +65,17 @@ def make_request(draw: random.Random) -> Request:
         given["allowed_token_ids"] = ids(20)
     if draw.random() < 0.5:
         given |= {"min_tokens": draw.randrange(10), "stop_token_ids": ids(3)}
-    few = [draw.randrange(4) for _ in range(3)]  # so that rows do end as words begin
+    few = [draw.randrange(4) for _ in range(3)]  # few ids, so that rows do end with the start of a word
     words = tuple(tuple(draw.choice(few) for _ in range(draw.randint(1, 5))) for _ in range(draw.choice((0, 0, 3, 30))))
     return Request("r", [0] * draw.randint(1, 6), SamplingParams(**given), bad_words=words)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_many_requests_at_once_are_ruled_as_each_alone(seed: int) -> None:
+def test_rules_of_many_requests_at_once_equal_those_of_each_alone(seed: int) -> None:
     draw = random.Random(seed)
-    tokens = torch.tensor([[draw.randrange(4) for _ in range(LENGTH)] for _ in range(SEATS)], dtype=torch.int32)
+    tokens = torch.tensor([[draw.randrange(4) for _ in range(LENGTH)] for _ in range(MAX_ROWS)], dtype=torch.int32)
     rules = Rules(tokens.to(DEVICE), VOCABULARY)
-    free, owner = list(range(SEATS)), {}
+    free, owner = list(range(MAX_ROWS)), {}
     draw.shuffle(free)
     for _ in range(12):
         request = make_request(draw)
@@ -85,7 +85,7 @@ def test_many_requests_at_once_are_ruled_as_each_alone(seed: int) -> None:
     for _ in range(6):
         rows = np.array(draw.sample(sorted(owner), draw.randint(1, len(owner))))
         start = np.array([draw.randint(len(owner[row].prompt), 20) for row in rows.tolist()])
-        for later in range(3):  # as a batch decodes: what was prepared for the first step serves the others
+        for later in range(3):  # as in a decoding batch: later steps reuse the first step's preparation
             positions = start + later
             logits = torch.randn(rows.size, VOCABULARY)
             known = [tokens[row, :position].tolist() for row, position in zip(rows, positions, strict=True)]
@@ -95,13 +95,13 @@ def test_many_requests_at_once_are_ruled_as_each_alone(seed: int) -> None:
             with no_waiting():
                 rules.apply_(given, rows, positions)
             assert torch.equal(given.cpu(), expected)
-        row = draw.choice(sorted(owner))  # another takes its place
+        row = draw.choice(sorted(owner))  # another request gets the row
         owner[row] = make_request(draw)
         place(rules, owner[row], [row])
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts torch operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class Operations(TorchDispatchMode):
 
 
 def operations(rows: int, ids: int) -> int:
-    """How many a step takes for one request of so many answers, words, stop tokens and biases."""
-    rules = Rules(torch.zeros(SEATS, LENGTH, dtype=torch.int32), VOCABULARY)
+    """Count the operations of a step for a request with `rows` answers and `ids` words, stop tokens and biases."""
+    rules = Rules(torch.zeros(MAX_ROWS, LENGTH, dtype=torch.int32), VOCABULARY)
     params = SamplingParams(
         logit_bias=dict.fromkeys(range(ids), 1.0), stop_token_ids=list(range(ids)), min_tokens=20, max_tokens=40
     )

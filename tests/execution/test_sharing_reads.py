@@ -1,4 +1,4 @@
-"""Which decodes read together, and how that is cut up."""
+"""Grouping of decodes with a shared prefix, and how the prefix is cut into items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 16
 
 
 def tables_of(*prefixes: tuple[int, int], own: int = 4) -> np.ndarray:
-    """Tables of (group, blocks in common) and some blocks of their own; group -1 shares nothing."""
+    """Return tables of (group, shared blocks) plus `own` blocks each; group -1 shares nothing."""
     width = max(common for _, common in prefixes) + own
     tables = 100_000 + np.arange(len(prefixes) * width, dtype=np.int32).reshape(len(prefixes), width)
     for row, (group, common) in enumerate(prefixes):
@@ -37,7 +37,7 @@ def test_a_group_is_found_and_every_token_of_it_is_read_once_for_each_member() -
     assert (found.parts <= MOST_PARTS).all()
 
 
-def test_those_that_share_a_little_with_all_and_much_with_some_are_grouped_by_the_latter() -> None:
+def test_sequences_are_grouped_by_their_longest_shared_prefix() -> None:
     tables = tables_of(*[(0, 40)] * 4, *[(1, 40)] * 4)
     tables[:, :2] = [7, 8]  # a system prompt of two blocks
     found = Grouping(BLOCK, 8, 32).find(tables, np.full(8, 44 * BLOCK))
@@ -45,7 +45,7 @@ def test_those_that_share_a_little_with_all_and_much_with_some_are_grouped_by_th
     assert found.prefixes.tolist() == [640] * 8
 
 
-def test_a_sequence_always_keeps_a_token_for_itself() -> None:
+def test_every_sequence_reads_at_least_one_token_by_itself() -> None:
     tables = tables_of(*[(0, 40)] * 4)
     found = Grouping(BLOCK, 8, 32).find(tables, np.array([640, 650, 700, 640]))
     assert found is not None
@@ -61,7 +61,7 @@ def test_a_sequence_always_keeps_a_token_for_itself() -> None:
         ([(-1, 30)] * 6, 400),
     ],
 )
-def test_small_savings_are_left(prefixes: list[tuple[int, int]], context: int) -> None:
+def test_groups_with_small_savings_are_not_formed(prefixes: list[tuple[int, int]], context: int) -> None:
     tables = tables_of(*prefixes)
     assert Grouping(BLOCK, 8, 32).find(tables, np.full(len(tables), context)) is None
 

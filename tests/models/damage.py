@@ -1,4 +1,4 @@
-"""Damaged copies of model files: what a torn download, a careless edit or an attacker leaves behind."""
+"""Damaged copies of model files, as after an incomplete download, a careless edit or an attack."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from gguf import GGUFValueType
 from safetensors.torch import load_file, save_file
 
-from chairlift.models.gguf_config import LAYER_NAMES, TOP_NAMES
+from chairlift.models.gguf_config import GLOBAL_NAMES, LAYER_NAMES
 from spoil import HUGE, spoil_bytes, spoil_json
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
-# What a GGUF file can hold, by type.
+# Values of a GGUF file by type.
 ODD_METADATA: dict[GGUFValueType, tuple[Any, ...]] = {
     GGUFValueType.UINT8: (0, 1, 255),
     GGUFValueType.INT8: (-128, -1, 0),
@@ -39,7 +39,7 @@ Metadata = dict[str, tuple[GGUFValueType, Any]]
 
 
 def spoil_count(rng: random.Random, content: bytes) -> bytes:
-    """Replace a number near the front that may be a length or a count with a huge one."""
+    """Replace a number near the start that may be a length or a count with a huge one."""
     front = range(min(len(content), 4000) - 8)
     places = [at for at in front if 0 < int.from_bytes(content[at : at + 8], "little") < 2000]
     damaged = bytearray(content)
@@ -49,7 +49,7 @@ def spoil_count(rng: random.Random, content: bytes) -> bytes:
 
 
 def spoil_safetensors(rng: random.Random, content: bytes) -> bytes:
-    """Damage the bytes, or what the header says of the tensors."""
+    """Damage the bytes, or the header's description of the tensors."""
     if rng.random() < 0.4:
         return rng.choice((spoil_bytes, spoil_count))(rng, content)
     start = 8 + int.from_bytes(content[:8], "little")
@@ -109,7 +109,7 @@ def write_gguf(path: Path, metadata: Metadata, tensors: dict[str, np.ndarray[Any
 
 
 def model_folders(scratch: Path) -> list[Files]:
-    """Small sound model folders which together have every key that is read from one."""
+    """Write small valid model folders that together have every key that is read."""
     source = make_tiny_model(scratch / "source", **SIZES)
     weights = load_file(source / "model.safetensors")
     files = {name: (source / name).read_bytes() for name in ("config.json", "generation_config.json", "tokenizer.json")}
@@ -159,7 +159,7 @@ def model_folders(scratch: Path) -> list[Files]:
 
 
 def gguf_models(scratch: Path) -> list[tuple[Metadata, dict[str, np.ndarray[Any, Any]]]]:
-    """The metadata and tensors of small sound GGUF files, with a byte-level and a SentencePiece vocabulary."""
+    """Return metadata and tensors of small valid GGUF files, with a byte-level and a SentencePiece vocabulary."""
     source = make_tiny_model(scratch / "gguf", **SIZES)
     backend = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
     tokens = sorted(backend.get_vocab(), key=backend.token_to_id)
@@ -229,7 +229,7 @@ def _shards(scratch: Path, weights: dict[str, torch.Tensor]) -> Files:
 
 
 def _gguf_tensors(weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors by GGUF's names; the order of rows does not matter here."""
-    names = {hf: ours for ours, hf in TOP_NAMES.items()}
+    """Return the tensors by GGUF's names; the order of rows does not matter here."""
+    names = {hf: ours for ours, hf in GLOBAL_NAMES.items()}
     names |= {f"model.layers.0.{hf}.weight": f"blk.0.{ours}.weight" for ours, hf in LAYER_NAMES.items()}
     return {names[name]: values.numpy() for name, values in weights.items()}

@@ -1,6 +1,6 @@
-"""Opens model files that claim to be huge, in a process of its own, and prints how much its peak memory grew by each.
+"""Open model files that claim huge counts, and print the growth of peak memory for each.
 
-Run by test_damaged.py. The files are small on disk: the large ones are holes.
+test_damaged.py runs this in a process of its own. The files are small on disk: the large ones are sparse.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def header(tensors: int, entries: int) -> bytes:
 
 
 def array(kind: int, count: int) -> bytes:
-    """A GGUF file of one metadata entry, an array, up to its first element."""
+    """Return the start of a GGUF file whose one metadata entry is an array, up to its first element."""
     return header(0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, kind, count)
 
 
 def sparse(path: Path, start: bytes) -> Path:
-    """A file that begins so and goes on with zeros that take no disk."""
+    """Write a sparse file that begins with `start`."""
     path.write_bytes(start)
     with path.open("rb+") as file:
         file.truncate(SPARSE)
@@ -77,14 +77,14 @@ def cases(scratch: Path) -> Iterator[tuple[str, Path]]:
 
 
 def peak() -> int:
-    """The most memory this process has had, in MiB."""
+    """Return this process's peak memory in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def main(scratch: Path) -> None:
     scratch.mkdir()
     damage.write_gguf(scratch / "sound.gguf", *damage.gguf_models(scratch)[0])
-    LLM(str(scratch / "sound.gguf"), progress=False)  # so that what every model takes is there already
+    LLM(str(scratch / "sound.gguf"), progress=False)  # so that memory that every model needs is allocated before
     grown = {}
     for name, path in cases(scratch):
         before = peak()

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return model_folder(tmp_path / "model", ("model.safetensors", tensors))
 
 
-def test_a_folder_offers_its_config_and_its_tensors_as_they_are_stored(folder: Path) -> None:
+def test_a_folder_has_its_config_and_its_tensors_as_stored(folder: Path) -> None:
     checkpoint: Checkpoint = open_checkpoint(folder)
     assert checkpoint.path == folder
     assert checkpoint.config == CONFIG
@@ -85,7 +85,7 @@ def test_generation_config_is_carried_along(folder: Path) -> None:
 def test_shards_by_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     folder = model_folder(tmp_path / "m", (one, {"a": torch.ones(2)}), (two, {"b": torch.zeros(2)}))
-    save_file({"a": torch.ones(2)}, folder / "consolidated.safetensors")  # not in the index: not part of it
+    save_file({"a": torch.ones(2)}, folder / "consolidated.safetensors")  # not in the index, so not part of the model
     write_index(folder, {"a": one, "b": two})
     checkpoint = open_checkpoint(folder)
     assert checkpoint.names() == ["a", "b"]
@@ -114,7 +114,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_a_tensor_the_index_promises_and_no_shard_has_is_named(tmp_path: Path) -> None:
+def test_a_tensor_of_the_index_that_no_shard_has_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", ("one.safetensors", {"a": torch.ones(2)}))
     write_index(folder, {"a": "one.safetensors", "b": "one.safetensors"})
     with pytest.raises(ModelError, match=r"one\.safetensors holds tensor b, but it does not"):
@@ -171,7 +171,7 @@ def lfs_pointer(folder: Path) -> None:
         (lfs_pointer, "git lfs pull"),
     ],
 )
-def test_a_broken_folder_is_told_in_one_line(folder: Path, break_it: Callable[[Path], None], message: str) -> None:
+def test_a_broken_folder_is_a_one_line_error(folder: Path, break_it: Callable[[Path], None], message: str) -> None:
     break_it(folder)
     with pytest.raises(ModelError, match=message) as caught:
         open_checkpoint(folder)
@@ -206,7 +206,7 @@ def test_damaged_safetensors_never_raise_anything_but_a_model_error(folder: Path
             assert "\n" not in str(error)
 
 
-def test_paths_that_are_no_model_are_told_apart(tmp_path: Path, folder: Path) -> None:
+def test_paths_that_are_not_models_have_different_errors(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         open_checkpoint(tmp_path / "none")
     with pytest.raises(ModelError, match="name its folder"):
@@ -216,7 +216,7 @@ def test_paths_that_are_no_model_are_told_apart(tmp_path: Path, folder: Path) ->
 
 
 def hf_tensors(seed: int = 0, *, bias: bool = False, head_norms: bool = False) -> dict[str, np.ndarray]:
-    """A tiny decoder of one layer, by GGUF's names but with Hugging Face's row order."""
+    """Return a tiny decoder of one layer, with GGUF's names but Hugging Face's row order."""
     rng = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCABULARY, HIDDEN),
@@ -263,7 +263,7 @@ def write_gguf(
 
 
 def as_llama_converters_do(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Row 2i of a head from row i of its first half, row 2i + 1 from row i of the second."""
+    """Reorder rows as converters do: row 2i of a head is row i of its first half, row 2i + 1 of its second."""
     half = HEAD_DIM // 2
     order = [row for i in range(half) for row in (i, half + i)]
     changed = dict(tensors)
@@ -302,7 +302,7 @@ def test_a_llama_gguf_offers_hugging_face_s_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_llama_gguf_gets_its_rotated_rows_back_in_order(tmp_path: Path, bias: bool) -> None:
+def test_the_reordered_rows_of_a_llama_gguf_are_restored(tmp_path: Path, bias: bool) -> None:
     original = hf_tensors(bias=bias)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", as_llama_converters_do(original)))
     assert checkpoint.config["attention_bias"] == bias
@@ -316,7 +316,7 @@ def test_qwen_ggufs_keep_their_rows(tmp_path: Path, arch: str) -> None:
     original = hf_tensors(bias=arch == "qwen2", head_norms=arch == "qwen3")
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", arch, original))
     assert checkpoint.config["architectures"] == [f"{arch.capitalize()}ForCausalLM"]
-    assert not checkpoint.config["attention_bias"]  # it would mean a bias on the output projection too
+    assert not checkpoint.config["attention_bias"]  # it would mean a bias of the output projection too
     for name, values in original.items():
         assert torch.equal(checkpoint.tensor(hf_name(name)), torch.from_numpy(values)), name
 
@@ -381,7 +381,7 @@ def add_rope_scaling(writer: GGUFWriter, kind: str) -> None:
     writer.add_rope_scaling_orig_ctx_len(32)
 
 
-def test_rope_scaling_is_told_in_hugging_face_s_words(tmp_path: Path) -> None:
+def test_rope_scaling_is_converted_to_hugging_face_s_format(tmp_path: Path) -> None:
     def scaling(kind: str) -> Any:
         path = tmp_path / f"{kind}.gguf"
         write_gguf(path, "qwen2", hf_tensors(bias=True), lambda writer: add_rope_scaling(writer, kind))
@@ -399,7 +399,7 @@ def test_a_model_with_several_end_tokens_has_a_list_of_them(tmp_path: Path) -> N
     assert open_checkpoint(path).config["eos_token_id"] == [2, 9]
 
 
-def test_a_folder_with_one_gguf_is_that_model_and_with_several_a_question(tmp_path: Path) -> None:
+def test_a_folder_with_one_gguf_is_that_model_and_with_several_an_error(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama", hf_tensors())
     assert isinstance(open_checkpoint(tmp_path), GgufCheckpoint)
     write_gguf(tmp_path / "n.gguf", "llama", hf_tensors())
@@ -417,7 +417,7 @@ def without(name: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("arch", "tensors", "more", "message"),
     [
-        ("gemma3", hf_tensors(), lambda w: None, "architecture 'gemma3' is not supported; those that are: llama"),
+        ("gemma3", hf_tensors(), lambda w: None, "architecture 'gemma3' is not supported; supported are llama"),
         ("llama", without("token_embd.weight"), lambda w: None, r"no tensor token_embd\.weight"),
         ("llama", hf_tensors(), lambda w: w.add_expert_count(8), "mixture of experts"),
         ("llama", hf_tensors(), lambda w: w.add_uint16("split.count", 2), "one of 2 parts"),
@@ -426,7 +426,7 @@ def without(name: str) -> dict[str, np.ndarray]:
         ("llama", hf_tensors() | {"blk.0.odd.weight": np.zeros(4, np.float32)}, lambda w: None, "blk.0.odd.weight"),
     ],
 )
-def test_a_gguf_that_cannot_be_served_says_why(
+def test_the_error_of_an_unsupported_gguf_says_why(
     tmp_path: Path, arch: str, tensors: dict[str, np.ndarray], more: Callable[[GGUFWriter], object], message: str
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", arch, tensors, more)

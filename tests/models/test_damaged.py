@@ -1,4 +1,4 @@
-"""Damaged model files: each loads and answers, or is one error of one line, and takes little memory either way."""
+"""Damaged model files: each loads and answers, or raises a one-line error, and takes little memory either way."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.families import outline, read_config
 from chairlift.text.tokenizer import Tokenizer
 
-LONGEST_MESSAGE = 1000  # characters, of which a path may take hundreds
+LONGEST_MESSAGE = 1000  # characters; a path may take hundreds
 
 
 class Damage:
-    """Writes damaged files, each a function of its seed alone."""
+    """Writes damaged files, each a function of its seed."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -33,7 +33,7 @@ class Damage:
         self.ggufs = damage.gguf_models(scratch)
 
     def write(self, seed: int) -> Path:
-        """One damaged model: a folder or a GGUF file."""
+        """Write one damaged model: a folder or a GGUF file."""
         rng = random.Random(seed)
         if rng.random() < 0.5:
             return self.write_folder(damage.spoil_folder(rng, rng.choice(self.folders)))
@@ -47,7 +47,7 @@ class Damage:
         return path
 
     def write_folder(self, files: damage.Files) -> Path:
-        """A model folder of exactly these files."""
+        """Write a model folder of exactly these files."""
         folder = self.scratch / "case"
         folder.mkdir(exist_ok=True)
         for old in folder.iterdir():
@@ -57,7 +57,7 @@ class Damage:
         return folder
 
     def sound(self) -> Iterator[Path]:
-        """Every file that damage is done to, as it is before."""
+        """Yield every model before it is damaged."""
         for files in self.folders:
             yield self.write_folder(files)
         for metadata, tensors in self.ggufs:
@@ -71,7 +71,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Damage:
 
 
 def answer(path: Path) -> bool:
-    """Load a model and have it answer token ids and, where it has a tokenizer, a text and a chat; whether it has."""
+    """Load a model and generate from token ids and, with a tokenizer, from a text and a chat; return if it has one."""
     with LLM(str(path), progress=False) as llm:
         llm.get_default_sampling_params()
         params = SamplingParams(max_tokens=3, min_tokens=2)
@@ -108,13 +108,13 @@ def test_the_files_answer_before_they_are_damaged(files: Damage) -> None:
     assert all(answer(path) for path in files.sound())
 
 
-def test_a_damaged_model_answers_or_is_one_error_of_one_line(files: Damage) -> None:
+def test_a_damaged_model_answers_or_raises_a_one_line_error(files: Damage) -> None:
     found = outcomes(files, range(300))
-    assert min(found["answered"], found["refused"]) > 60, "damage must be neither deadly nor unseen as a rule"
+    assert min(found["answered"], found["refused"]) > 60, "damage must neither always nor never prevent loading"
 
 
 @pytest.mark.long
-def test_any_damaged_model_answers_or_is_one_error_of_one_line(files: Damage) -> None:
+def test_any_damaged_model_answers_or_raises_a_one_line_error(files: Damage) -> None:
     assert outcomes(files, range(1000, 6000)).total() == 5000
 
 
@@ -175,8 +175,8 @@ def test_an_end_token_that_the_weights_have_no_row_for_is_left_out() -> None:
     assert config.eos_ids == {2, 63}
 
 
-def test_an_end_token_of_the_tokenizer_alone_ends_nothing_and_breaks_nothing(files: Damage) -> None:
-    spoken = {"bos_token": "<|begin|>", "eos_token": "<|new|>"}  # added after the 320 tokens that have weights
+def test_an_end_token_that_only_the_tokenizer_has_is_ignored(files: Damage) -> None:
+    spoken = {"bos_token": "<|begin|>", "eos_token": "<|new|>"}  # beyond the 320 tokens that have weights
     folder = files.write_folder({**files.folders[0], "tokenizer_config.json": json.dumps(spoken).encode()})
     with LLM(str(folder), progress=False) as llm:
         assert llm.get_tokenizer().eos_token_id == llm.config.vocab_size == 320
@@ -204,14 +204,16 @@ def test_each_value_of_a_tokenizer_s_config_has_a_type(files: Damage, changed: d
     with pytest.raises(ModelError) as caught:
         Tokenizer.from_folder(folder)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    with LLM(str(folder), progress=False) as llm:  # the model answers token ids, and says why it reads no text
+    with LLM(
+        str(folder), progress=False
+    ) as llm:  # the model generates from token ids, and an error says why not from text
         with pytest.raises(RequestError, match=r"text cannot be read: .*tokenizer_config"):
             llm.get_tokenizer()
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), on_error="raise")
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "a\nb", 5, None])
-def test_an_index_names_files_of_its_own_folder_alone(files: Damage, name: object) -> None:
+def test_an_index_may_name_only_files_of_its_own_folder(files: Damage, name: object) -> None:
     folder = files.write_folder(files.folders[1])
     (files.scratch / "secret.safetensors").write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -240,8 +242,8 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(files: Damage, name: str) ->
         open_checkpoint(folder)
 
 
-def test_huge_counts_take_no_memory(files: Damage) -> None:
-    """In a process of its own: its peak is what these files take, however little is left at the end."""
+def test_huge_counts_allocate_no_memory(files: Damage) -> None:
+    """Runs in its own process, so that the peak is the memory of these files."""
     script = Path(__file__).with_name("huge_counts.py")
     done = subprocess.run(
         [sys.executable, str(script), str(files.scratch / "huge")],

@@ -1,4 +1,4 @@
-"""The GGUF reader: the same weights as the reference reader, and one clear error for every damaged file."""
+"""The GGUF reader: equal weights to the reference reader, and a clear error for every damaged file."""
 
 import random
 import struct
@@ -22,7 +22,7 @@ SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6
 
 
 def random_blocks(form: BlockFormat, count: int) -> np.ndarray:
-    """Blocks of any bits, but with numbers for scales, so that no weight is a NaN."""
+    """Return blocks of random bits with finite scales, so that no weight is NaN."""
     rng = np.random.default_rng(form.nbytes)
     if form.plain is not None:
         return torch.randn(count, 1).to(form.plain).view(torch.uint8).numpy()
@@ -46,7 +46,7 @@ def test_any_block_unpacks_to_the_same_bits_as_the_reference(number: int) -> Non
 
 
 @pytest.mark.parametrize("name", QUANTIZED_BY_REFERENCE)
-def test_weights_the_reference_quantized_come_back_the_same(name: str) -> None:
+def test_weights_quantized_by_the_reference_are_read_exactly(name: str) -> None:
     kind = GGMLQuantizationType[name]
     weights = np.random.default_rng(1).standard_normal((64, 256)).astype(np.float32)
     packed = quants.quantize(weights, kind)
@@ -76,7 +76,7 @@ def test_block_sizes_are_the_format_s() -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A file with every kind of metadata and a few kinds of tensors."""
+    """Write a file with every kind of metadata and a few kinds of tensors."""
     path = tmp_path / "small.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_uint8("a.uint8", 200)
@@ -202,7 +202,7 @@ def test_damaged_bytes_never_raise_anything_but_a_model_error(small: Path) -> No
         except ModelError as error:
             assert "\n" not in str(error)
             errors += 1
-    assert errors > 300  # most damage is noticed; a changed digit in a value cannot be
+    assert errors > 300  # most damage is detected; a changed digit in a value cannot be
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_damaged_bytes_never_raise_anything_but_a_model_error(small: Path) -> No
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian GGUF version 3"),
     ],
 )
-def test_other_files_are_told_apart(tmp_path: Path, content: bytes, message: str) -> None:
+def test_other_files_have_different_errors(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=message):
@@ -229,7 +229,7 @@ def test_a_missing_file_and_a_folder_are_model_errors(tmp_path: Path) -> None:
         GgufFile(tmp_path)
 
 
-def test_a_type_that_is_not_read_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_the_error_of_an_unsupported_type_lists_the_supported_ones(tmp_path: Path) -> None:
     path = tmp_path / "iq.gguf"
     writer = GGUFWriter(path, "llama")
     packed = np.zeros((1, 136), dtype=np.uint8)

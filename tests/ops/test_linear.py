@@ -1,4 +1,4 @@
-"""A packed linear layer gives what torch gives, and the same bits whatever the batch."""
+"""A packed linear layer matches torch, and its bits do not depend on the batch."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def test_it_matches_the_reference(depth: int, width: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(depth * rows)
     weight, bias = torch.randn(width, depth, generator=generator), torch.randn(width, generator=generator)
     x, residual = torch.randn(rows, depth, generator=generator), torch.randn(rows, width, generator=generator)
-    bound = 1e-6 + 4e-7 * depth  # one chain of multiply-adds: the rounding of partial sums grows with its length
+    bound = 1e-6 + 4e-7 * depth  # one chain of multiply-adds: rounding grows with its length
     for b in (None, bias):
         exact = linear_reference(x.double(), weight.double(), None if b is None else b.double())
         assert (Linear(Dense(weight), b)(x).double() - exact).abs().max() < bound
@@ -70,24 +70,24 @@ def test_threads_do_not_change_a_bit() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_other_types_take_the_plain_path() -> None:
+def test_other_dtypes_use_plain_torch() -> None:
     weight, x = torch.randn(48, 32).bfloat16(), torch.randn(5, 32).bfloat16()
     assert torch.equal(Linear(Dense(weight))(x), linear_reference(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_of_the_output_comes_before_the_residual(dtype: torch.dtype) -> None:
+def test_the_output_norm_is_applied_before_the_residual(dtype: torch.dtype) -> None:
     weight, x, residual = torch.randn(48, 32).to(dtype), torch.randn(5, 32).to(dtype), torch.randn(5, 48).to(dtype)
     norm = Norm(torch.randn(48), 1e-6)
     normed = rms_norm_reference(linear_reference(x, weight), norm.weight, norm.eps)
-    layer = Linear(Dense(weight), after=norm)
+    layer = Linear(Dense(weight), output_norm=norm)
     near = 1e-5 if dtype == torch.float32 else 0.05
     assert torch.allclose(layer(x), normed, atol=near)
     assert torch.allclose(layer(x, add_to=residual.clone()), residual + normed, atol=near)
 
 
-def test_ranks_together_give_the_whole_layer() -> None:
-    """Column-parallel layers give parts of the output, row-parallel ones sum theirs before bias and residual."""
+def test_the_ranks_parts_add_up_to_the_whole_layer() -> None:
+    """Column-parallel layers return parts of the output; row-parallel ones are summed before bias and residual."""
     weight, bias, x = Dense(torch.randn(40, 24)), torch.randn(40), torch.randn(3, 24)
     residual = torch.randn(3, 40)
     whole = Linear(weight, bias)(x, add_to=residual.clone())
@@ -99,7 +99,7 @@ def test_ranks_together_give_the_whole_layer() -> None:
 
 
 class HalfBytes(Weight):
-    """A format of its own, as another file would add it: 8-bit codes with a scale for each output."""
+    """A new format, as another file would add it: 8-bit codes with a scale per output."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
         self.codes, self.scales = codes, scales

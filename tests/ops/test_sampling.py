@@ -1,4 +1,4 @@
-"""Sampling on logits: filters keep exactly what they promise, and noise is fair and depends on its key alone."""
+"""Sampling: filters keep exactly the defined tokens; noise has its distribution and depends on its key alone."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def kept(logits: torch.Tensor, k: int = 0, p: float = 1.0, min_p: float = 0.0) -
     out = sampling.keep_likeliest(
         logits.clone(), torch.tensor([k] * rows), torch.tensor([p] * rows), torch.tensor([min_p] * rows)
     )
-    for before, after in zip(logits, out, strict=True):  # what is kept is unchanged
+    for before, after in zip(logits, out, strict=True):  # kept logits are unchanged
         assert torch.equal(after[after > -torch.inf], before[after > -torch.inf])
     return [torch.nonzero(row > -torch.inf).flatten().tolist() for row in out]
 
@@ -33,7 +33,9 @@ def test_the_likeliest_is_the_first_of_the_highest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=["not numbers", "all banned"])
-def test_a_row_with_no_token_to_choose_gives_none_and_leaves_others_alone(value: float, dtype: torch.dtype) -> None:
+def test_a_row_without_an_allowed_token_samples_none_and_does_not_change_others(
+    value: float, dtype: torch.dtype
+) -> None:
     logits = torch.randn(3, 5001, generator=torch.Generator().manual_seed(2)).to(dtype)
     logits[1] = value
     ones = torch.ones(3)
@@ -53,7 +55,7 @@ def test_top_k_keeps_the_k_likeliest() -> None:
     assert kept(PROBS.log(), k=50) == [[0, 1, 2, 3, 4]]
 
 
-def test_of_equals_the_first_stay() -> None:
+def test_of_equal_logits_the_first_ids_are_kept() -> None:
     assert kept(torch.zeros(1, 6), k=2) == [[0, 1]]
     assert kept(torch.zeros(1, 6), p=0.4) == [[0, 1, 2]]
     assert kept(torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]]), k=3) == [[0, 1, 3]]
@@ -70,16 +72,16 @@ def test_top_p_keeps_the_fewest_that_reach_p() -> None:
     assert kept(PROBS.log(), p=1e-9) == [[1]]
 
 
-def test_top_p_counts_shares_of_what_top_k_left() -> None:
-    assert kept(PROBS.log(), k=2, p=0.5) == [[1]]  # 0.4 / 0.7 is more than half
+def test_top_p_applies_to_the_probabilities_after_top_k() -> None:
+    assert kept(PROBS.log(), k=2, p=0.5) == [[1]]  # 0.4 / 0.7 is above 0.5
 
 
-def test_min_p_keeps_what_is_a_share_of_the_likeliest() -> None:
+def test_min_p_keeps_tokens_above_a_share_of_the_likeliest() -> None:
     assert kept(PROBS.log(), min_p=0.3) == [[1, 3, 4]]
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
-def test_the_fast_path_matches_the_sort_of_the_whole_vocabulary(scale: float) -> None:
+def test_the_fast_filters_match_a_sort_of_the_whole_vocabulary(scale: float) -> None:
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * scale
     k = torch.tensor([0, 0, 40, 2000, 0, 1])
     p = torch.tensor([0.9, 0.5, 1.0, 0.7, 0.999, 1.0])
@@ -87,7 +89,7 @@ def test_the_fast_path_matches_the_sort_of_the_whole_vocabulary(scale: float) ->
     fast = sampling.keep_likeliest(logits.clone(), k, p, min_p)
     slow = sampling.keep_likeliest_reference(logits, k, p, min_p)
     for quick, sure in zip(fast, slow, strict=True):
-        # Cumulative sums differ in the last bit, so that the very last token kept may differ.
+        # Cumulative sums differ in the last bit, so the last kept token may differ.
         assert ((quick > -torch.inf) != (sure > -torch.inf)).sum() <= 1
 
 
@@ -125,7 +127,7 @@ def test_neighbouring_tokens_and_keys_are_uncorrelated() -> None:
 
 def test_penalties_follow_their_definitions() -> None:
     logits = torch.tensor([[2.0, -1.0, 3.0, 0.5, 1.0]])
-    history = torch.tensor([[0, 1, 2, 2, 4]], dtype=torch.int32)  # the prompt is 0 1; the 4 is not real
+    history = torch.tensor([[0, 1, 2, 2, 4]], dtype=torch.int32)  # the prompt is 0 1; the 4 is padding
     sampling.penalize_(
         logits,
         torch.tensor([0]),
@@ -155,7 +157,7 @@ def test_compiled_penalties_equal_the_reference() -> None:
     assert torch.equal(logits, expected)
 
 
-def test_candidates_are_the_stops_and_the_likeliest_others_in_the_order_of_all() -> None:
+def test_candidates_are_stop_tokens_and_the_likeliest_others_in_order() -> None:
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(3, 200, generator=generator)
     own = [[5, 7, 9, 11], [100], []]

@@ -1,4 +1,4 @@
-"""Choosing tokens in Triton against plain torch: in Triton's interpreter where there is no GPU, else on the GPU."""
+"""Sampling in Triton against plain torch: on the GPU, or in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chairlift.ops.filters import Filters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
-VOCABULARY = 5000  # more than one part, and the last one is not full
+VOCABULARY = 5000  # several parts, the last of which is not full
 
 
 def make_logits(rows: int, dtype: torch.dtype, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    """In half precision many of them are equal."""
+    """Draw logits; in half precision many of them are equal."""
     return (3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1))).to(DEVICE, dtype)
 
 
@@ -32,7 +32,7 @@ def column(*values: float) -> torch.Tensor:
 
 
 def kept(logits: torch.Tensor, temperature: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Which tokens stay, by the kernel."""
+    """Return the tokens that the kernel keeps."""
     lowest, last = sampling_cuda.cutoffs(logits, temperature, *filters)
     bits = logits.float().view(torch.int32)
     order = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)) >> sampling_cuda._SHIFTS[logits.dtype]
@@ -41,7 +41,7 @@ def kept(logits: torch.Tensor, temperature: torch.Tensor, filters: Filters) -> t
 
 
 def kept_reference(logits: torch.Tensor, temperature: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """The same by sorting, with sums in double precision."""
+    """Return the kept tokens by sorting, with sums in double precision."""
     scaled = logits.float() / temperature[:, None]
     floor = scaled.amax(-1, keepdim=True) + filters.min_p[:, None].log()
     left = scaled.masked_fill(scaled < floor, -torch.inf).double()
@@ -62,7 +62,7 @@ def test_the_likeliest_is_the_first_of_the_highest(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocabulary", [100, VOCABULARY], ids=["one part", "several parts"])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=["not numbers", "all banned"])
-def test_a_row_with_no_token_to_choose_gives_none_and_leaves_others_alone(value: float, vocabulary: int) -> None:
+def test_a_row_without_an_allowed_token_samples_none_and_does_not_change_others(value: float, vocabulary: int) -> None:
     logits = make_logits(4, torch.float32, vocabulary)
     logits[1:3] = value
     filters = Filters(column(5, 5, 0, 5).long(), column(0.5, 0.5, 0.5, 0.5), column(0.1, 0.1, 0.0, 0.1))
@@ -78,7 +78,7 @@ def test_a_row_with_no_token_to_choose_gives_none_and_leaves_others_alone(value:
 
 
 @DTYPES
-def test_draws_use_the_same_noise_and_greedy_rows_none(dtype: torch.dtype) -> None:
+def test_sampled_rows_use_the_reference_noise_and_greedy_rows_none(dtype: torch.dtype) -> None:
     logits, keys = make_logits(6, dtype), make_keys(6)
     temperature = column(0.6, 1.0, 0.0, 2.5, 0.05, 30.0)
     is_drawn = temperature > 0
@@ -89,10 +89,10 @@ def test_draws_use_the_same_noise_and_greedy_rows_none(dtype: torch.dtype) -> No
 
 
 @DTYPES
-def test_top_k_and_min_p_keep_what_the_sort_keeps_equals_too(dtype: torch.dtype) -> None:
+def test_top_k_and_min_p_keep_the_same_tokens_as_a_sort_also_among_equal_logits(dtype: torch.dtype) -> None:
     logits = make_logits(6, dtype)
-    logits[3] = 0.25  # all are equal: the first ones stay
-    logits[4, 10:] = -torch.inf  # fewer are left than may stay
+    logits[3] = 0.25  # all equal: the first ids are kept
+    logits[4, 10:] = -torch.inf  # fewer tokens than top_k
     logits[5, ::2] = -0.0
     logits[5, 1::2] = 0.0
     temperature = column(0.6, 1.0, 2.0, 1.0, 0.7, 1.0)
@@ -102,13 +102,13 @@ def test_top_k_and_min_p_keep_what_the_sort_keeps_equals_too(dtype: torch.dtype)
     assert both[0].sum(-1).tolist()[3:5] == [7, 10]
     zeros = Filters(*(values[5:].repeat(3) for values in filters))
     drawn = set(sampling_cuda.draw(logits[5:].repeat(3, 1), column(1.0, 1.0, 1.0), make_keys(3), zeros).tolist())
-    assert drawn <= {0, 1, 2, 3, 4}, "a zero's sign makes no difference"
+    assert drawn <= {0, 1, 2, 3, 4}, "-0.0 equals 0.0"
 
 
 @DTYPES
 def test_top_p_keeps_the_fewest_that_reach_p(dtype: torch.dtype) -> None:
     logits = make_logits(7, dtype)
-    logits[5] = 1.0  # all are equal: the first ones stay
+    logits[5] = 1.0  # all equal: the first ids are kept
     temperature = column(0.6, 1.0, 3.0, 1.0, 1.0, 1.0, 0.02)
     filters = Filters(
         column(0, 0, 0, 50, 1, 0, 0).long(),
@@ -116,11 +116,11 @@ def test_top_p_keeps_the_fewest_that_reach_p(dtype: torch.dtype) -> None:
         column(0, 0.01, 0, 0, 0, 0, 0),
     )
     got, expected = kept(logits, temperature, filters), kept_reference(logits, temperature, filters)
-    assert ((got != expected).sum(-1) <= 1).all(), "sums differ in the last bits, and so may the last token"
+    assert ((got != expected).sum(-1) <= 1).all(), "sums differ in the last bits, so the last token may differ"
     assert got.sum(-1).tolist()[4:] == [1, VOCABULARY // 4, 1]
 
 
-def test_filtered_draws_are_those_of_the_reference() -> None:
+def test_filtered_sampling_matches_the_reference() -> None:
     logits, keys = make_logits(5, torch.float32), make_keys(5)
     temperature = column(0.6, 1.3, 0.0, 2.0, 1.0)
     filters = Filters(column(0, 40, 0, 100, 0).long(), column(0.9, 1, 0.3, 0.8, 1), column(0, 0, 0, 0, 0.1))
@@ -132,7 +132,9 @@ def test_filtered_draws_are_those_of_the_reference() -> None:
     assert torch.equal(sampling_cuda.draw(logits, temperature, keys, filters), expected)
 
 
-def test_a_model_answers_the_same_with_them(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_generates_the_same_tokens_with_these_kernels(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy, drawn, filtered and penalized requests in one batch, through the sampler."""
     params = [
         SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),

@@ -1,4 +1,4 @@
-"""The kernels of few rows against plain torch: in Triton's interpreter where there is no GPU, else on the GPU."""
+"""The kernels of few rows against plain torch: on the GPU, or in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ def test_a_plain_product_matches(rows: int, width: int, depth: int, dtype: torch
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
 @DTYPES
-def test_all_that_is_fused_matches(
+def test_all_fused_operations_match(
     rows: int, normed: bool, biased: bool, gate: Gate | None, added: bool, dtype: torch.dtype
 ) -> None:
     check(rows, 50, 96, dtype, normed, biased, gate, added)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has float32 alone, which is cut otherwise")
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has only float32, which has other tiles")
 @pytest.mark.parametrize("rows", [2, 8, 16])
 @pytest.mark.parametrize("depth", [200, 1024])
-def test_a_weight_that_is_here_before_its_input_matches(rows: int, depth: int) -> None:
+def test_a_weight_loaded_before_its_input_matches(rows: int, depth: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check(rows, 2100, depth, dtype, normed=True, biased=True, gate=SILU, added=False)
 
@@ -94,7 +94,7 @@ def test_large_numbers_do_not_overflow_before_the_norm() -> None:
     assert (got == 8).all()
 
 
-def test_a_row_is_the_same_with_any_others() -> None:
+def test_a_row_has_the_same_bits_with_any_other_rows() -> None:
     weight, norm = torch.randn(50, 96, device=DEVICE), torch.randn(96, device=DEVICE)
     x = torch.randn(16, 96, device=DEVICE)
     whole = skinny_cuda.linear(x, weight, None, norm, 1e-6, None, None)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_queries_and_keys_are_turned_and_stored_as_the_reference_does_it(
+def test_queries_and_keys_are_rotated_and_stored_as_in_the_reference(
     tokens: int, norms: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -36,12 +36,12 @@ def test_queries_and_keys_are_turned_and_stored_as_the_reference_does_it(
         results.append((cache, x))
     (cache, x), (expected_cache, expected) = results
     assert torch.allclose(x, expected, atol=1e-5)
-    assert torch.equal(x[:, 9:], qkv[:, 9:]), "values are stored as they are"
+    assert torch.equal(x[:, 9:], qkv[:, 9:]), "values are stored unchanged"
     assert torch.allclose(cache.data, expected_cache.data, atol=1e-5)
     slots = places[1]
     assert torch.equal(cache.stored_keys(1)[slots // 16, :, :, slots % 16], x[:, 6:9])
     assert torch.equal(cache.stored_values(1)[slots // 16, :, slots % 16], x[:, 9:])
-    assert not cache.data[0].any(), "another layer's blocks are left alone"
+    assert not cache.data[0].any(), "another layer's blocks are unchanged"
 
 
 def test_the_rotation_is_that_of_complex_numbers() -> None:

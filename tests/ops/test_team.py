@@ -1,4 +1,4 @@
-"""Regions of the CPU's threads: every piece is computed once, and answers do not depend on how many there are."""
+"""Regions of the CPU's threads: every piece runs once, and results do not depend on the number of pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels against plain torch: in Triton's interpreter where there is no GPU, else on the GPU."""
+"""The Triton kernels against plain torch: on the GPU, or in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chairlift.ops.scoring import Scoring
 from chairlift.ops.weight import GELU_TANH, SILU, gate_mul_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":  # the interpreter runs programs one by one, those without work too
+if DEVICE.type == "cpu":  # the interpreter runs programs one by one, also those without work
     decode_cuda._FILLS = decode_cuda._FILLS_OF_FEW = 32
     decode_cuda._COUNTED = 16
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
@@ -34,7 +34,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def make_batch(pieces: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
-    """Slices of (tokens before, tokens now) over scattered pages; the number of blocks there must be."""
+    """Build slices of (tokens before, tokens now) in scattered blocks; return the batch and the number of blocks."""
     contexts = [before + now for before, now in pieces]
     needed = [-(-context // block_size) for context in contexts]
     order = np.random.permutation(sum(needed) + 2).astype(np.int32)
@@ -55,7 +55,7 @@ PIECES = {
     "a whole prompt": [(0, 77)],
     "all mixed": [(100, 1), (5, 1), (0, 33), (31, 17), (64, 1)],
 }
-LARGE = [(9, 3, 64), (4, 4, 80)]  # more programs of the same kind, which the interpreter runs one by one
+LARGE = [(9, 3, 64), (4, 4, 80)]  # more programs of the same kind, slow in the interpreter
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -110,7 +110,7 @@ def make_cache(blocks: int, kv_heads: int, dim: int) -> KvCache:
 
 
 def make_narrow(blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KvCache:
-    """A cache of 8 bits in which every token has numbers of its own size."""
+    """Build an 8-bit cache in which every token has another scale."""
     cache = KvCache(2, blocks, kv_heads, dim, 16, dtype, DEVICE, compiled=False)
     slots, nothing = np.arange(blocks * 16), np.empty(0, np.int32)
     batch = Batch.on(DEVICE, HostBatch(slots, slots, nothing, nothing, nothing))
@@ -162,7 +162,7 @@ def test_triton_uses_the_scale_of_every_token(kv_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "kv_dtype"), [(4, 2, torch.float32), (6, 1, torch.int8)], ids=str)
-def test_what_decodes_share_is_read_together(heads: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
+def test_a_shared_prefix_is_read_once_for_its_group(heads: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
     lengths = [400, 340, 300, 20, 345, 333, 301, 310, 500, 400, 399, 1]
     batch, blocks = make_batch([(length, 1) for length in lengths], 16)
     tables = batch.host.tables
@@ -177,17 +177,17 @@ def test_what_decodes_share_is_read_together(heads: int, kv_heads: int, kv_dtype
     cache = make_narrow(blocks, kv_heads, 64, kv_dtype) if kv_dtype == torch.int8 else make_cache(blocks, kv_heads, 64)
     qkv = torch.randn(len(lengths), heads + 2 * kv_heads, 64, device=DEVICE)
     expected = paged_attention_reference(qkv, heads, cache, 1, batch, 0)
-    idle = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)  # as in a recorded step that has room for more
+    idle = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)  # padding, as in a captured step
     batch.shared = Shared(torch.cat([items, idle]), members, prefixes, parts, int(parts.sum()))
-    for _ in range(2):  # the second finds the counters as the first left them
+    for _ in range(2):  # the first pass must reset the counters for the second
         assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
-    # It is really read together: with other blocks for the followers, the answer is still the leader's.
+    # The shared item reads the leader's blocks: with other blocks for the followers, the result is unchanged.
     batch.tables[1, :20] = batch.tables[3, 0]
     assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
 
 
 @pytest.mark.parametrize("window", [0, 300])
-def test_long_contexts_are_split_and_joined(window: int) -> None:
+def test_long_contexts_are_split_and_combined(window: int) -> None:
     batch, blocks = make_batch([(1500, 1), (40, 1), (700, 1)], 16)
     cache = KvCache(1, blocks, 2, 64, 16, torch.float32, DEVICE, compiled=False)
     cache.data.normal_()
@@ -198,7 +198,7 @@ def test_long_contexts_are_split_and_joined(window: int) -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_queries_and_keys_are_turned_and_stored(dim: int, normed: bool) -> None:
+def test_queries_and_keys_are_rotated_and_stored(dim: int, normed: bool) -> None:
     batch, blocks = make_batch([(10, 1), (0, 19)], 16)
     qkv = torch.randn(20, 4 + 2 + 2, dim, device=DEVICE) * 3
     angles = torch.randn(200, dim // 2, device=DEVICE)
@@ -230,7 +230,7 @@ def test_codes_and_scales_are_the_bytes_of_the_reference(dim: int, kv_dtype: tor
 @pytest.mark.parametrize("block_size", [pytest.param(32, marks=pytest.mark.long), 48])
 def test_larger_blocks_are_written_and_read(block_size: int, kv_dtype: torch.dtype) -> None:
     batch, blocks = make_batch([(100, 1), (31, 1), (0, 40), (33, 17)], block_size)
-    turns = torch.ones(200, 32, device=DEVICE), torch.zeros(200, 32, device=DEVICE)  # none: its last bit may differ
+    cos_sin = torch.ones(200, 32, device=DEVICE), torch.zeros(200, 32, device=DEVICE)  # no rotation, which may round
     qkv = torch.randn(batch.positions.shape[0], 8, 64, device=DEVICE)
     caches = [KvCache(1, blocks, 2, 64, block_size, kv_dtype, DEVICE, compiled=False) for _ in range(2)]
     before = torch.randint(0, 100, caches[0].data.shape, device=DEVICE)  # hundredths
@@ -239,8 +239,8 @@ def test_larger_blocks_are_written_and_read(block_size: int, kv_dtype: torch.dty
         if cache.scales is not None:
             cache.scales.fill_(0.01)
     ours, theirs = qkv.clone(), qkv.clone()
-    fused_cuda.rotate_and_store(ours, caches[0], 0, batch, turns, None, 1e-6)
-    rotate_and_store_reference(theirs, caches[1], 0, batch, turns, None, 1e-6)
+    fused_cuda.rotate_and_store(ours, caches[0], 0, batch, cos_sin, None, 1e-6)
+    rotate_and_store_reference(theirs, caches[1], 0, batch, cos_sin, None, 1e-6)
     assert close(caches[0].data.float(), caches[1].data.float())
     assert close(
         attention_cuda.attend(ours, 4, caches[0], 0, batch, 0),

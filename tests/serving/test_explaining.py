@@ -165,7 +165,7 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
         (("a/../b", "--api-key", "sk-key-of-alice"), "HTTP 404"),
         (("first",), "HTTP 401: no valid API key"),
         (("first", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (connection refused)"),
-        (("first", "--url", "nowhere"), "'nowhere' is no URL of a server"),
+        (("first", "--url", "nowhere"), "'nowhere' is not a URL of a server"),
     ],
 )
 def test_what_goes_wrong_is_one_line(server: Running, arguments: tuple[str, ...], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The simulation of the cache: hits by hand, an optimum that nothing beats, and traces that cannot be read."""
+"""The simulation of the prefix cache: hits by hand, the optimum as an upper bound, and invalid traces."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from chairlift.simulation.cache import (
     trace_table,
     work,
 )
-from chairlift.simulation.eviction import LRU, RIVALS, Clairvoyant, Eviction, UsualGap
+from chairlift.simulation.eviction import LRU, RULES, Clairvoyant, Eviction, UsualGap
 
 A, B, C, D = [1], [2], [3], [4]  # prompts of one block each
 
-# A digit is a token and stands for a block; the same digits behind others are another block.
+# A digit is a token and a block; equal digits after different prefixes are different blocks.
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
@@ -45,34 +45,34 @@ def traces(most: int) -> st.SearchStrategy[Trace]:
 # ---- by hand
 
 
-def test_equal_ids_are_the_same_block_only_behind_equal_prefixes() -> None:
+def test_equal_ids_are_the_same_block_only_after_equal_prefixes() -> None:
     trace = make_trace("by hand", [[1, 2], [1, 2, 3], [2]])
     assert trace.paths == [[0, 1], [0, 1, 2], [3]]
     assert (trace.blocks, trace.distinct, trace.longest) == (6, 4, 3)
 
 
-def test_a_cache_without_a_limit_misses_only_what_is_new() -> None:
+def test_an_unlimited_cache_misses_only_new_blocks() -> None:
     trace = make_trace("by hand", [[1, 2], [1, 2, 3], [4], [1, 2, 3]])
     assert infinite(trace) == 2 + 3
     assert engine_hits(trace, trace.distinct) == optimum(trace, trace.distinct) == 5
 
 
-def test_lru_evicts_what_is_needed_next_where_the_optimum_does_not() -> None:
-    # Three in turn in a cache of two: LRU always evicts the next. The optimum keeps A and finds it, then keeps B, ...
+def test_lru_evicts_the_next_needed_block_and_the_optimum_does_not() -> None:
+    # Three cyclic requests in a cache of two: LRU always evicts the next one. The optimum hits A, then B, ...
     trace = make_trace("by hand", [A, B, C, A, B, C])
     assert engine_hits(trace, 2) == 0
     assert optimum(trace, 2) == 2
     assert infinite(trace) == 3
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
-    # [1, 2, 3] fills the cache; 9 takes the place of the 3 alone, so that 1 and 2 are found.
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
+    # [1, 2, 3] fills the cache; 9 evicts only the 3, so that 1 and 2 are hits.
     trace = make_trace("by hand", [[1, 2, 3], [9], [1, 2]])
     assert engine_hits(trace, 3) == optimum(trace, 3) == 2
 
 
-def test_a_block_used_more_often_stays_longer_than_those_used_once() -> None:
-    # A is used every third time, and nothing else ever again: LRU has lost it each time.
+def test_a_block_with_more_uses_is_kept_longer() -> None:
+    # A is used every third time, every other block once: LRU has evicted A each time.
     requests = [A if number % 3 == 0 else [number + 10] for number in range(300)]
     trace = make_trace("by hand", requests)
     assert engine_hits(trace, 2) == 0
@@ -84,7 +84,7 @@ def test_a_block_used_more_often_stays_longer_than_those_used_once() -> None:
 
 
 def brute_force(trace: Trace, size: int) -> int:
-    """The most hits, by trying every choice of blocks to give up, leaves or not; only a whole prefix is found."""
+    """Return the most hits over all choices of evicted blocks, leaves or not; only a whole prefix is a hit."""
 
     @cache
     def most(number: int, cached: frozenset[int]) -> int:
@@ -101,18 +101,18 @@ def brute_force(trace: Trace, size: int) -> int:
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=8), st.integers(2, 3))
 @settings(max_examples=150, deadline=None)
-def test_the_optimum_is_what_trying_everything_finds(requests: list[list[int]], size: int) -> None:
+def test_the_optimum_equals_a_brute_force_search(requests: list[list[int]], size: int) -> None:
     trace = make_trace("drawn", [request[:size] for request in requests])
     assert optimum(trace, size) == brute_force(trace, size)
 
 
 @given(traces(40), st.integers(5, 12))
 @settings(max_examples=100, deadline=None)
-def test_nothing_beats_the_optimum_nor_the_optimum_a_cache_without_a_limit(trace: Trace, size: int) -> None:
+def test_no_rule_beats_the_optimum_nor_the_optimum_an_unlimited_cache(trace: Trace, size: int) -> None:
     best = optimum(trace, size)
     assert best <= infinite(trace)
     assert engine_hits(trace, size) <= best
-    for name, rule in RIVALS.items():
+    for name, rule in RULES.items():
         assert hits_of(trace, size, rule(size)) <= best, name
 
 
@@ -120,7 +120,7 @@ def test_nothing_beats_the_optimum_nor_the_optimum_a_cache_without_a_limit(trace
 
 
 class Checked:
-    """A rule whose every choice is looked at: it must be idle, and a leaf."""
+    """Checks each eviction of a rule: the block must be unreferenced, and a leaf."""
 
     def __init__(self, rule: Eviction, trace: Trace) -> None:
         self.rule = rule
@@ -147,14 +147,14 @@ class Checked:
         block = self.rule.pop()
         self.idle.remove(block)
         self.cached.remove(block)
-        assert all(self.parents.get(other) != block for other in self.cached), "only a leaf may go"
+        assert all(self.parents.get(other) != block for other in self.cached), "only a leaf may be evicted"
         return block
 
 
 @given(traces(60), st.integers(5, 12))
 @settings(max_examples=60, deadline=None)
-def test_every_rule_gives_up_leaves_that_nobody_holds(trace: Trace, size: int) -> None:
-    for rule in RIVALS.values():
+def test_every_rule_evicts_unreferenced_leaves(trace: Trace, size: int) -> None:
+    for rule in RULES.values():
         hits_of(trace, size, Checked(rule(size), trace))
 
 
@@ -164,12 +164,12 @@ def test_the_simulated_lru_is_the_engines(trace: Trace, size: int) -> None:
     assert hits_of(trace, size, LRU(size)) == engine_hits(trace, size)
 
 
-def test_a_block_that_others_hold_ranks_no_lower_than_one_behind_it() -> None:
+def test_a_referenced_block_ranks_no_lower_than_its_child() -> None:
     rule = UsualGap(8)
     for block in range(4):
         rule.keep(block, block)
     for _ in range(9):
-        rule.use([0, 1])  # somebody comes back to 0 and 1 while another holds 0
+        rule.use([0, 1])  # a sequence uses 0 and 1 again while another references 0
     rule.add(1)
     rule.use([0, 2])
     rule.add(2)
@@ -209,19 +209,19 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("{", r"line 2, is no request: it is not JSON \(.*\); each line must be as"),
-        ([1], "line 2, is no request: it is not an object; each line must be as"),
-        ({"timestamp": 1}, "line 2, is no request: it has no hash_ids"),
-        ({"hash_ids": [1]}, "line 2, is no request: it has no timestamp"),
-        (line("noon", [1]), 'line 2, is no request: its timestamp is "noon", which is no number'),
-        ('{"timestamp": NaN, "hash_ids": []}', "its timestamp is NaN, which is no number"),
-        (line(1, 7), "its hash_ids are 7, which is no list"),
-        (line(1, [1, "x"]), 'its hash_ids hold "x", which is no whole number'),
-        (line(1, [1, 2.5]), "its hash_ids hold 2.5, which is no whole number"),
-        (line(1, [1, None]), "its hash_ids hold null, which is no whole number"),
-        (line(1, [1, 2, 1]), "one of its hash_ids comes twice"),
-        (line(10**400, [1]), "line 2, is no request"),
-        ("[" * 100_000, "line 2, is no"),
+        ("{", r"line 2, is not a valid request: it is not JSON \(.*\); each line must be as"),
+        ([1], "line 2, is not a valid request: it is not an object; each line must be as"),
+        ({"timestamp": 1}, "line 2, is not a valid request: it has no hash_ids"),
+        ({"hash_ids": [1]}, "line 2, is not a valid request: it has no timestamp"),
+        (line("noon", [1]), 'line 2, is not a valid request: its timestamp is "noon", which is not a number'),
+        ('{"timestamp": NaN, "hash_ids": []}', "its timestamp is NaN, which is not a number"),
+        (line(1, 7), "its hash_ids are 7, which is not a list"),
+        (line(1, [1, "x"]), 'its hash_ids hold "x", which is not a whole number'),
+        (line(1, [1, 2.5]), "its hash_ids hold 2.5, which is not a whole number"),
+        (line(1, [1, None]), "its hash_ids hold null, which is not a whole number"),
+        (line(1, [1, 2, 1]), "its hash_ids have a duplicate"),
+        (line(10**400, [1]), "line 2, is not a valid request"),
+        ("[" * 100_000, "line 2, is not a valid request"),
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, bad: object, message: str) -> None:
@@ -229,7 +229,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, bad: object, mes
         read_paths(written(tmp_path, line(0, [0]), bad))
 
 
-def test_a_file_that_is_no_trace_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ChairliftError, match=r"nowhere\.jsonl cannot be read: No such file"):
         read_paths(tmp_path / "nowhere.jsonl")
     with pytest.raises(ChairliftError, match="cannot be read: Is a directory"):
@@ -245,7 +245,7 @@ def test_a_file_that_is_no_trace_says_so(tmp_path: Path) -> None:
 
 
 def chats(count: int = 60) -> Trace:
-    """Chats that take turns, behind one prompt that all begin with."""
+    """Return interleaved chats with a common system prompt."""
     return make_trace("chats", [[0, *(100 * (n % 7) + turn for turn in range(1 + n // 7))] for n in range(count)])
 
 
@@ -255,8 +255,10 @@ def test_every_rule_runs_in_every_size_and_progress_reaches_the_end() -> None:
     assert sizes[0] == trace.longest and sizes == sorted(set(sizes))
     rows = run(trace, sizes, lambda text: None, told.append)
     assert sum(told) == work(trace, sizes)
-    assert [set(row.hits) for row in rows] == [{"LRU", *RIVALS}] * len(sizes)
-    assert {*rows[-1].hits.values(), rows[-1].optimum} == {infinite(trace)}, "there is room for all"
+    assert [set(row.hits) for row in rows] == [{"LRU", *RULES}] * len(sizes)
+    assert {*rows[-1].hits.values(), rows[-1].optimum} == {infinite(trace)}, (
+        "a cache of all blocks misses only new ones"
+    )
 
 
 def test_the_report_has_a_column_for_each_size_and_a_row_for_each_rule() -> None:
@@ -265,7 +267,7 @@ def test_the_report_has_a_column_for_each_size_and_a_row_for_each_rule() -> None
     summary = json.loads(json.dumps(summarize(trace, rows)))
     assert summary["infinite"] == infinite(trace)
     shown = trace_table(summary)
-    assert shown.row_count == 2 + len(RIVALS) and len(shown.columns) == 1 + len(rows)
+    assert shown.row_count == 2 + len(RULES) and len(shown.columns) == 1 + len(rows)
 
 
 def test_the_picture_is_drawn_from_the_numbers(tmp_path: Path) -> None:
@@ -283,20 +285,23 @@ def test_the_picture_is_drawn_from_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plot": Path("found.svg")}, "--plot draws what is found in a trace: add --trace FILE"),
-        ({"trace": Path("t"), "plot": Path("found.txt")}, "found.txt is no picture: let its name end in .svg or .png"),
+        ({"plot": Path("found.svg")}, "--plot draws the hit rate on a trace: add --trace FILE"),
+        (
+            {"trace": Path("t"), "plot": Path("found.txt")},
+            "found.txt is not a picture: use a name that ends in .svg or .png",
+        ),
         ({"json_file": Path("no/folder.json")}, "no/folder.json cannot be written: there is no such folder"),
     ],
 )
-def test_what_cannot_be_written_is_said_before_anything_runs(options: dict[str, Path], message: str) -> None:
+def test_an_unwritable_file_is_an_error_before_anything_runs(options: dict[str, Path], message: str) -> None:
     with pytest.raises(ChairliftError, match=message):
         bench_cache(**options)
 
 
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+def test_the_command_s_error_is_one_line(tmp_path: Path) -> None:
     file = written(tmp_path, line(0, [0]), line(1, "x"))
     asked = [sys.executable, "-m", "chairlift", "bench", "cache", "--trace", str(file)]
     answer = subprocess.run(asked, capture_output=True, text=True)
     assert answer.returncode == 1
-    assert answer.stderr.startswith(f"error: {file}, line 2, is no request: its hash_ids are")
+    assert answer.stderr.startswith(f"error: {file}, line 2, is not a valid request: its hash_ids are")
     assert answer.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Arrivals: the same seed gives the same moments, and recordings are read as their makers wrote them."""
+"""Arrivals: equal seeds give equal send times, and recordings of all formats are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from chairlift.core.errors import ChairliftError
-from chairlift.traffic.arrivals import Demand, moments
+from chairlift.traffic.arrivals import Demand, send_times
 from chairlift.traffic.query import Query
 from chairlift.traffic.traces import read_trace
 from chairlift.traffic.workloads import Lengths
@@ -21,7 +21,7 @@ SHORT = Lengths(3, 5, 4)
 
 
 def gaps(kind: str, rate: float, burstiness: float | None = None, seed: int = 0, n: int = 20000) -> list[float]:
-    return [b - a for a, b in pairwise(islice(moments(kind, rate, burstiness, seed), n))]
+    return [b - a for a, b in pairwise(islice(send_times(kind, rate, burstiness, seed), n))]
 
 
 def written(folder: Path, name: str, *lines: str) -> Path:
@@ -34,14 +34,14 @@ def written(folder: Path, name: str, *lines: str) -> Path:
 def test_arrivals_are_the_same_for_the_same_seed(kind: str, burstiness: float | None) -> None:
     assert gaps(kind, 3, burstiness, seed=7) == gaps(kind, 3, burstiness, seed=7)
     assert (gaps(kind, 3, burstiness, seed=7) == gaps(kind, 3, burstiness, seed=8)) is (kind == "constant")
-    assert next(moments(kind, 3, burstiness)) == 0
+    assert next(send_times(kind, 3, burstiness)) == 0
 
 
 def test_poisson_gaps_have_the_mean_and_the_spread_of_their_rate() -> None:
     found = gaps("poisson", 4)
     assert fmean(found) == pytest.approx(1 / 4, rel=0.05) and pstdev(found) == pytest.approx(1 / 4, rel=0.05)
     assert set(gaps("constant", 4, n=9)) == {1 / 4}
-    assert next(islice(moments("constant", 10), 3000, None)) == 300
+    assert next(islice(send_times("constant", 10), 3000, None)) == 300
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1, 4])
@@ -68,18 +68,18 @@ def test_an_infinite_rate_is_all_at_once() -> None:
         (Demand(workload="nothing"), "there is no workload 'nothing'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(demand: Demand, message: str) -> None:
+def test_invalid_demands_are_refused(demand: Demand, message: str) -> None:
     with pytest.raises(ChairliftError, match=message):
         demand.queries()
 
 
-def test_a_duration_or_a_count_says_how_many_leave() -> None:
+def test_a_duration_or_a_count_limits_the_requests() -> None:
     constant = {"prompt": SHORT, "output": SHORT, "arrivals": "constant"}
     assert len(Demand(**constant).queries()) == 64
     assert [each.at for each in Demand(**constant, rate=2, duration=2).queries()] == [0, 0.5, 1, 1.5]
     assert len(Demand(**constant, rate=2, duration=2, requests=3).queries()) == 3
     assert len(Demand(**constant, rate=2, duration=2, requests=9).queries()) == 4
-    assert len(Demand(**constant, duration=2, requests=9).queries()) == 9, "all at once is within any duration"
+    assert len(Demand(**constant, duration=2, requests=9).queries()) == 9, "time 0 is within any duration"
     assert len(Demand("cpu64").queries()) == 64 and len(Demand("cpu64", requests=5).queries()) == 5
     assert len(Demand("cpu64", arrivals="constant", rate=10, duration=1).queries()) == 10
 
@@ -157,7 +157,7 @@ EXPECTED = [Query(10, 20), Query(30, 1, 1.5), Query(50, 60, 4)]
         ),
     ],
 )
-def test_recordings_are_read_as_their_makers_wrote_them(name: str, lines: list[str], tmp_path: Path) -> None:
+def test_recordings_of_all_formats_are_read(name: str, lines: list[str], tmp_path: Path) -> None:
     found = read_trace(written(tmp_path, name, *lines))
     assert [each.at for each in found] == pytest.approx([each.at for each in EXPECTED])
     assert [(each.prompt, each.output_tokens) for each in found] == [(e.prompt, e.output_tokens) for e in EXPECTED]
@@ -183,7 +183,7 @@ def test_a_recording_is_cut_and_brought_to_a_rate(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("x", "Expecting value"),
-        ("[1]", "no object"),
+        ("[1]", "not an object"),
         ('{"timestamp": 1}', "it has timestamp, and needs one of"),
         ('{"timestamp": "soon", "prompt_tokens": 5, "output_tokens": 5}', "its time is 'soon'"),
         ('{"timestamp": null, "prompt_tokens": 5, "output_tokens": 5}', "its time is None"),
@@ -192,16 +192,16 @@ def test_a_recording_is_cut_and_brought_to_a_rate(tmp_path: Path) -> None:
         ('{"timestamp": 1, "prompt_tokens": 5, "output_tokens": "x"}', "output_tokens is 'x'"),
     ],
 )
-def test_a_line_that_is_no_arrival_is_named(line: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_arrival_is_named_by_its_line(line: str, reason: str, tmp_path: Path) -> None:
     good = '{"timestamp": 1, "prompt_tokens": 5, "output_tokens": 5}'
-    with pytest.raises(ChairliftError, match=f"line 3, is no arrival: .*{reason}") as told:
+    with pytest.raises(ChairliftError, match=f"line 3, is not a valid arrival: .*{reason}") as told:
         read_trace(written(tmp_path, "trace.jsonl", good, good, line))
     assert "\n" not in str(told.value)
 
 
-def test_a_line_of_a_table_is_named_too(tmp_path: Path) -> None:
+def test_an_invalid_row_of_a_csv_is_named_too(tmp_path: Path) -> None:
     file = written(tmp_path, "t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,10,20", "now,1,1")
-    with pytest.raises(ChairliftError, match=r"t\.csv, line 3, is no arrival: its time is 'now'"):
+    with pytest.raises(ChairliftError, match=r"t\.csv, line 3, is not a valid arrival: its time is 'now'"):
         read_trace(file)
     with pytest.raises(ChairliftError, match="holds no arrivals"):
         read_trace(written(tmp_path, "empty.csv", "TIMESTAMP,ContextTokens,GeneratedTokens"))

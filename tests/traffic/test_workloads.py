@@ -78,16 +78,16 @@ def test_a_file_gives_texts_counts_or_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", "x", '{"prompt_tokens": 5}', '{"prompt_tokens": 5, "output_tokens": 0}'])
-def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
+def test_an_invalid_request_is_named_by_its_line(line: str, tmp_path: Path) -> None:
     file = tmp_path / "work.jsonl"
     file.write_text(f'{{"prompt_tokens": 5, "output_tokens": 5}}\n{line}\n')
-    with pytest.raises(ChairliftError, match="line 2, is no request"):
+    with pytest.raises(ChairliftError, match="line 2, is not a valid request"):
         from_file(file, 0)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "9..8", "1..2..3", "5:6..9", ":3..4x", "-1..4"])
-def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(ChairliftError, match="no length"):
+def test_invalid_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ChairliftError, match="not a length"):
         Lengths.parse(text)
 
 

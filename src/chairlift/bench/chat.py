@@ -1,7 +1,7 @@
-"""What the prefix cache is worth to chats: the same sessions through an engine that has one and one that has not.
+"""Chat sessions with and without the prefix cache: the same sessions on two engines.
 
-All sessions share a system prompt. Each asks its next question, behind all that was said before, as soon as it has its
-last answer. So the longer they talk, the more of every prompt has been computed before.
+All sessions share a system prompt. Each sends its next question, after its whole history, as soon as the last answer
+ends. So with every turn more of each prompt has been computed before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATIOS = ("ttft_p50", "ttft_p95", "computed_tokens", "seconds", "output_tokens_p
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """How many talk, for how long, and in how many tokens."""
+    """The number of sessions, turns and tokens."""
 
     sessions: int = 64
     turns: int = 5
@@ -44,22 +44,22 @@ class Chat:
     seed: int = 0
 
     @property
-    def longest(self) -> int:
-        """Tokens of a session at its end."""
+    def session_tokens(self) -> int:
+        """Tokens of a session after its last answer."""
         return self.system_tokens + self.turns * (self.user_tokens + self.answer_tokens)
 
     @property
-    def answered(self) -> int:
-        """Tokens that are written, in all sessions."""
+    def output_tokens(self) -> int:
+        """Output tokens of all sessions."""
         return self.sessions * self.turns * self.answer_tokens
 
     @property
-    def least(self) -> int:
-        """Prompt tokens that must be computed: the system prompt once, and in each turn what is new.
+    def least_computed(self) -> int:
+        """Prompt tokens that must be computed: the system prompt once, and the new tokens of each turn.
 
-        The last token of an answer is new, too: nothing came after it, so it was never computed.
+        They include the last token of the previous answer, which was sampled but never computed.
 
-        >>> Chat(sessions=2, turns=3, system_tokens=100, user_tokens=10).least
+        >>> Chat(sessions=2, turns=3, system_tokens=100, user_tokens=10).least_computed
         164
         """
         return self.system_tokens + self.sessions * (self.turns * self.user_tokens + self.turns - 1)
@@ -72,15 +72,15 @@ class Turn:
     session: int
     number: int  # from 0
     prompt: list[int]
-    asked: float
-    first: float = 0.0
-    cached: int = 0  # tokens of the prompt
+    sent_at: float
+    first_token_at: float = 0.0
+    cached_tokens: int = 0  # of the prompt
     answer: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Run:
-    """All sessions, to their end."""
+class ChatResult:
+    """The result of running all sessions."""
 
     turns: list[Turn]
     computed: int = 0  # prompt tokens
@@ -89,28 +89,28 @@ class Run:
 
 
 class Sessions:
-    """Plays a chat's users on an engine."""
+    """Runs a chat's sessions on an engine."""
 
     def __init__(
         self, engine: Engine, chat: Chat, vocab_size: int, advance: Callable[[int], None] = lambda _tokens: None
     ) -> None:
         self._engine = engine
         self._chat = chat
-        self._advance = advance  # told of every step's answer tokens
+        self._advance = advance  # called with each step's number of output tokens
         draw = Random(chat.seed)
         self._system = [draw.randrange(vocab_size) for _ in range(chat.system_tokens)]
         self._questions = [
             [[draw.randrange(vocab_size) for _ in range(chat.user_tokens)] for _ in range(chat.turns)]
             for _ in range(chat.sessions)
         ]
-        self._run = Run([])
+        self._run = ChatResult([])
 
-    def run(self) -> Run:
-        """Everything, to the end."""
+    def run(self) -> ChatResult:
+        """Run all sessions to their end."""
         engine, run = self._engine, self._run
         before = engine.scheduler.counters.preemptions
         engine.on_step = self._count
-        engine.end_input()  # a static batch need not wait for more than these
+        engine.end_input()  # so that static batching does not wait for more requests
         start = engine.clock.now()
         for session in range(self._chat.sessions):
             self._ask(session, 0, self._system, start)
@@ -131,17 +131,19 @@ class Sessions:
         now = self._engine.clock.now()
         for sequence, token, reason, _logprobs, _prompt, error in outcome:
             if error is not None or token is None:
-                raise ChairliftError(f"request {sequence.request.id} failed, and with it the chat: {error or reason}")
+                raise ChairliftError(
+                    f"request {sequence.request.id} failed, so the chat cannot go on: {error or reason}"
+                )
             turn = self._run.turns[int(sequence.request.id)]
             if not turn.answer:
-                turn.first, turn.cached = now, sequence.cached
+                turn.first_token_at, turn.cached_tokens = now, sequence.cached
             turn.answer.append(token)
             if reason is not None and turn.number + 1 < self._chat.turns:
                 self._ask(turn.session, turn.number + 1, turn.prompt + turn.answer, now)
         self._advance(len(outcome))
 
     def _count(self, plan: StepPlan, _began: float, _seconds: float) -> None:
-        """Add up what is not a decode; one that was preempted computes its answer again, as a part of its prompt."""
+        """Count prefill tokens; a preempted sequence recomputes its answer as part of its prompt."""
         for sequence, start, count in plan.slices:
             if count > 1 or start < sequence.prompt_length:
                 self._run.computed += count
@@ -154,19 +156,19 @@ def measure(
     notice: Callable[[str], None] = lambda _text: None,
     advance: Callable[[int], None] = lambda _tokens: None,
 ) -> Summary:
-    """The chat with the prefix cache and then without, on the same weights, and all numbers of both."""
+    """Run the chat with and then without the prefix cache, on the same weights, and return all numbers."""
     notice("loading")
     loaded = load_model(model, Settings.of(**settings), progress=False)
     room = settings.get("max_length") or loaded.config.max_length
-    if chat.longest > room:
+    if chat.session_tokens > room:
         raise ChairliftError(
-            f"a session becomes {counted(chat.longest, 'token')} long, and the context holds {room:,}: lower the turns "
+            f"a session has {counted(chat.session_tokens, 'token')}, and the context holds {room:,}: lower the turns "
             "or their tokens, or use a model with a longer context"
         )
     runs = {}
     for name, caches in (("with", True), ("without", False)):
         notice(f"{name} the prefix cache")
-        chosen = Settings.of(**{**settings, "max_length": chat.longest, "prefix_cache": caches})
+        chosen = Settings.of(**{**settings, "max_length": chat.session_tokens, "prefix_cache": caches})
         runs[name] = _drive(loaded, chosen, chat, advance)
     return summarize(chat, runs["with"], runs["without"]) | {
         "model": model,
@@ -175,11 +177,11 @@ def measure(
     }
 
 
-def _drive(loaded: Loaded, settings: Settings, chat: Chat, advance: Callable[[int], None]) -> Run:
-    """One run on an engine of its own; it is gone afterwards, and its KV memory free."""
+def _drive(loaded: Loaded, settings: Settings, chat: Chat, advance: Callable[[int], None]) -> ChatResult:
+    """Run the chat on a new engine, and free its KV memory afterwards."""
     built = assemble(loaded, settings, progress=False)
     vocab_size = loaded.config.vocab_size
-    # A session that nobody times: kernels are compiled, and then the cache is as empty as before.
+    # A warm-up session, not timed, to compile kernels; then the cache is emptied.
     alone = Chat(1, 1, chat.system_tokens, chat.user_tokens, min(WARM_ANSWER, chat.answer_tokens), chat.seed + 1)
     Sessions(built.engine, alone, vocab_size).run()
     built.engine.clear_prefix_cache()
@@ -190,51 +192,54 @@ def _drive(loaded: Loaded, settings: Settings, chat: Chat, advance: Callable[[in
         gc.collect()
 
 
-# ---- what was found
+# ---- results
 
 
-def summarize(chat: Chat, cached: Run, plain: Run) -> Summary:
-    """All numbers; times are seconds, and a ratio is what there is with the cache over what there is without."""
+def summarize(chat: Chat, cached: ChatResult, plain: ChatResult) -> Summary:
+    """Return all numbers; times are seconds, and a ratio is with the cache / without."""
     found = {"with": _numbers(chat, cached), "without": _numbers(chat, plain)}
     return {
         "chairlift": __version__,
         "chat": asdict(chat),
-        "least_tokens": chat.least,
+        "least_tokens": chat.least_computed,
         **found,
         "ratio": {name: found["with"][name] / found["without"][name] for name in RATIOS},
         "same_tokens": agreement(chat, cached, plain),
     }
 
 
-def _numbers(chat: Chat, run: Run) -> Summary:
-    by_turn = [[turn.first - turn.asked for turn in run.turns if turn.number == number] for number in range(chat.turns)]
+def _numbers(chat: Chat, run: ChatResult) -> Summary:
+    by_turn = [
+        [turn.first_token_at - turn.sent_at for turn in run.turns if turn.number == number]
+        for number in range(chat.turns)
+    ]
     times = [time for each in by_turn for time in each]
     return {
         "ttft_p50": median(times),
         "ttft_p95": percentile(times, 95),
         "ttft_by_turn": [{"p50": median(each), "p95": percentile(each, 95)} for each in by_turn],
         "prompt_tokens": sum(len(turn.prompt) for turn in run.turns),
-        "cached_tokens": sum(turn.cached for turn in run.turns),
+        "cached_tokens": sum(turn.cached_tokens for turn in run.turns),
         "computed_tokens": run.computed,
         "seconds": run.seconds,
-        "output_tokens_per_second": chat.answered / run.seconds,
+        "output_tokens_per_second": chat.output_tokens / run.seconds,
         "preemptions": run.preemptions,
     }
 
 
-def agreement(chat: Chat, one: Run, other: Run) -> float:
-    """The share of tokens before a session's answers part; from there on it is another conversation."""
+def agreement(chat: Chat, one: ChatResult, other: ChatResult) -> float:
+    """Return the share of tokens before a session's answers first differ; after that the conversations differ."""
     same = 0
     for session in range(chat.sessions):
         first, second = (
             [token for turn in run.turns if turn.session == session for token in turn.answer] for run in (one, other)
         )
         same += common_length(first, second)
-    return same / chat.answered
+    return same / chat.output_tokens
 
 
 def chat_table(summary: Summary) -> Table:
-    """With the cache, without, and the ratio."""
+    """Return the table: with the cache, without, and the ratio."""
     chat, cached, plain, least = summary["chat"], summary["with"], summary["without"], summary["least_tokens"]
 
     def row(label: str, name: str, write: Callable[[float], str], turn: int | None = None) -> tuple[str, ...]:
@@ -259,7 +264,7 @@ def chat_table(summary: Summary) -> Table:
             row("seconds", "seconds", lambda seconds: f"{seconds:,.1f}"),
             row("output tok/s", "output_tokens_per_second", lambda speed: f"{speed:,.1f}"),
         ],
-        _said(summary["same_tokens"]),
+        _agreement_note(summary["same_tokens"]),
     )
 
 
@@ -267,8 +272,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
 
 
-def _said(same: float) -> str:
-    """Whether both said the same."""
+def _agreement_note(same: float) -> str:
+    """Return the note on whether both engines generated the same tokens."""
     if same == 1:
-        return "both engines wrote the same tokens"
-    return f"the same tokens up to {same:.2%}: sums in another order round otherwise, and from there answers part"
+        return "both engines generated the same tokens"
+    return f"{same:.2%} of the tokens come before answers first differ: sums in another order round differently"

@@ -1,4 +1,4 @@
-"""A grid of scheduling choices over one mix: the same model, the same requests, one engine after the other."""
+"""A grid of scheduling settings over one mix: the same model and requests on one engine after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chairlift.bench.drive import Answer, Driver, Run
+from chairlift.bench.drive import Driver, MixResult, RequestRecord
 from chairlift.bench.engines import Engine, UnavailableError, engine, task_for
 from chairlift.bench.offline import MEMORY_SHARE
 from chairlift.core.errors import ChairliftError
@@ -29,17 +29,17 @@ WARM_REQUESTS, WARM_PROMPT, WARM_ANSWER = 8, 64, 4
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """One choice on every axis, and its runs; the naive one has no choices and is not ours."""
+    """One combination of settings, and its runs; the naive cell (transformers) has no choices."""
 
     name: str
     choices: dict[str, str]
     settings: dict[str, Any] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[MixResult] = field(default_factory=list)
     unavailable: str | None = None
 
 
 def cells_of(axes: Mapping[str, Sequence[str]]) -> list[Cell]:
-    """Every combination, named by what differs.
+    """Return every combination, named by the settings that differ.
 
     >>> [cell.name for cell in cells_of({"batching": ["static", "continuous"], "policy": ["fcfs"]})]
     ['static', 'continuous']
@@ -54,15 +54,15 @@ def cells_of(axes: Mapping[str, Sequence[str]]) -> list[Cell]:
     for chosen in product(*grid.values()):
         choices = dict(zip(grid, chosen, strict=True))
         if not getattr(POLICIES[choices.get("policy", "fcfs")], "needs_lengths", True):
-            choices.pop("predictor", None)  # nobody asks it
+            choices.pop("predictor", None)  # the policy does not use it
         if choices not in combinations:
             combinations.append(choices)
-    telling = [axis for axis, values in grid.items() if len(values) > 1] or list(grid)[:1]
-    return [Cell(", ".join(choices[axis] for axis in telling if axis in choices), choices) for choices in combinations]
+    varying = [axis for axis, values in grid.items() if len(values) > 1] or list(grid)[:1]
+    return [Cell(", ".join(choices[axis] for axis in varying if axis in choices), choices) for choices in combinations]
 
 
 class Comparison:
-    """The grid, the mix and the model, ready to run."""
+    """A grid of cells with a mix and a model, ready to run."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Comparison:
         repeat: int = 1,
         naive: bool = False,
     ) -> None:
-        self.cells = cells_of(axes)  # before torch is imported: a typing error is answered at once
+        self.cells = cells_of(axes)  # before the import of torch, so that a wrong value is reported at once
         from chairlift.evaluation.twin import Subject
         from chairlift.execution.build import choose_limits
 
@@ -84,8 +84,8 @@ class Comparison:
         self._subject = Subject(model, Settings.of(**settings))
         config, device = self._subject.config, self._subject.device
         self.mix = mix.encoded(self._subject.encode, config.vocab_size)
-        self._settings["max_sequences"] = settings.get("max_sequences") or self.mix.seats
-        if not settings.get("max_length"):  # no longer than needed: whole prompts want steps as long as the context
+        self._settings["max_sequences"] = settings.get("max_sequences") or self.mix.max_sequences
+        if not settings.get("max_length"):  # as short as possible: prefill=whole needs steps as long as the context
             queries = (*self.mix.rehearsal, *self.mix.queries)
             longest = max(query.prompt_tokens + self.mix.max_tokens(query) for query in queries)
             self._settings["max_length"] = min(config.max_length, (longest // 64 + 1) * 64)
@@ -93,22 +93,24 @@ class Comparison:
         self.info = {"model": model, "device": str(device), "dtype": str(config.dtype).removeprefix("torch.")}
         for cell in self.cells:
             cell.settings = {**self._settings, **cell.choices}
-            if cell.choices.get("prefill") == "whole":  # its steps hold a whole prompt; the others' would cut none then
+            if (
+                cell.choices.get("prefill") == "whole"
+            ):  # derived from max_length in this cell; the other cells keep their own
                 cell.settings["step_tokens"] = None
             Settings.of(**cell.settings)
         if naive:
             if not self.mix.is_at_once:
-                raise ChairliftError("--naive answers everything at once: leave out --rate and recordings")
+                raise ChairliftError("--naive submits all requests at once: leave out --rate and recordings")
             self.cells.append(Cell(NAIVE, {}))
 
     @property
     def tokens(self) -> int:
-        """All that will be written."""
+        """Output tokens of all runs, for the progress bar."""
         rehearsed = sum(query.output_tokens for query in self.mix.rehearsal)
         return self.repeat * sum(self.mix.output_tokens + (rehearsed if cell.choices else 0) for cell in self.cells)
 
     def run(self, notice: Callable[[str], None], advance: Callable[[int], None]) -> None:
-        """Every cell in turn, `repeat` times, so that a busy machine is unfair to all alike."""
+        """Run all cells `repeat` times, interleaved, so that other load on the machine affects all cells alike."""
         from chairlift.execution.build import load_model
 
         with ExitStack() as stack:
@@ -118,19 +120,19 @@ class Comparison:
             loaded = load_model(self._model, Settings.of(**self.cells[0].settings), progress=False)
             notice("warming up")
             self._drive(loaded, self.cells[0], warm(self.mix), lambda _tokens: None)
-            for turn in range(self.repeat):
+            for number in range(self.repeat):
                 for cell in self.cells:
                     if cell.unavailable is not None:
                         continue
-                    notice(f"run {turn + 1} of {self.repeat}: {cell.name}")
+                    notice(f"run {number + 1} of {self.repeat}: {cell.name}")
                     if cell.choices:
                         cell.runs.append(self._drive(loaded, cell, self.mix, advance))
                     elif naive is not None:
                         self._run_naive(naive, cell)
                         advance(self.mix.output_tokens)
 
-    def _drive(self, loaded: Loaded, cell: Cell, mix: Mix, advance: Callable[[int], None]) -> Run:
-        """One run on an engine of its own; it is gone afterwards, and its KV memory free."""
+    def _drive(self, loaded: Loaded, cell: Cell, mix: Mix, advance: Callable[[int], None]) -> MixResult:
+        """Run the mix on a new engine, and free its KV memory afterwards."""
         from chairlift.execution.build import assemble
 
         built = assemble(loaded, Settings.of(**cell.settings), progress=False)
@@ -143,13 +145,13 @@ class Comparison:
             gc.collect()
 
     def _load_naive(self, scratch: Path, stack: ExitStack, notice: Callable[[str], None]) -> Engine | None:
-        """Padded batches of transformers, with the same weights, in a process of their own."""
+        """Start transformers with padded batches and the same weights, in a process of its own."""
         cell = self.cells[-1]
         if cell.choices:
             return None
         notice(f"loading {NAIVE}")
         folder = str(self._subject.folder(scratch))
-        if self._subject.is_random:  # ours must read the very numbers that the other reads
+        if self._subject.is_random:  # both engines must load the same random weights
             self._model = folder
             for each in self.cells:
                 each.settings["load_format"] = "auto"
@@ -180,18 +182,18 @@ class Comparison:
             return
         found = naive.contender.runs.pop()["requests"]
         answers = [
-            Answer(query, query.at, len(each["tokens"]), each["first"], each["last"])
+            RequestRecord(query, query.at, len(each["tokens"]), each["first"], each["last"])
             for query, each in zip(self.mix.queries, found, strict=True)
         ]
-        cell.runs.append(Run(self.limits.max_sequences, answers))
+        cell.runs.append(MixResult(self.limits.max_sequences, answers))
 
 
 def warm(mix: Mix) -> Mix:
-    """A little of a mix: enough for kernels to be compiled before anything is timed, the largest prompt's too."""
+    """Return a small part of a mix, with its longest prompt, to compile kernels before anything is timed."""
     longest = max(mix.queries, key=lambda query: query.prompt_tokens)
     few = [replace(query, prompt=query.ids[:WARM_PROMPT]) for query in mix.queries[:WARM_REQUESTS]]
     queries = [
-        replace(query, at=0.0, after=0, output_tokens=min(WARM_ANSWER, query.output_tokens))
+        replace(query, at=0.0, after_tokens=0, output_tokens=min(WARM_ANSWER, query.output_tokens))
         for query in (*few, longest)
     ]
     return replace(mix, queries=queries, rehearsal=[], lengths_are_known=True)

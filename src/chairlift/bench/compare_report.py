@@ -1,4 +1,4 @@
-"""What a comparison found: numbers for a file, and tables for a reader."""
+"""The results of a comparison: numbers for a file, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rich.console import Group
 
 from chairlift import __version__
 from chairlift.bench.compare import Cell, Comparison
-from chairlift.bench.drive import Answer, Run
+from chairlift.bench.drive import MixResult, RequestRecord
 from chairlift.core.words import counted
 from chairlift.costs.floor import bound_of
-from chairlift.report.numbers import Metrics, machine, middle, spread
-from chairlift.report.tables import Columns, filled
+from chairlift.report.numbers import Metrics, machine, medians, spread
+from chairlift.report.tables import Columns, number_table
 from chairlift.traffic.mixes import Mix
 from chairlift.traffic.query import Query
 
 SPEED: Columns = (
     ("passes", "passes", "{:,.0f}"),
-    ("occupancy", "seats\nbusy", "{:.0%}"),
+    ("occupancy", "batch\nfull", "{:.0%}"),
     ("preemptions", "preemp-\ntions", "{:,.0f}"),
     ("seconds", "time\ns", "{:,.2f}"),
     ("requests_s", "requests\n/s", "{:,.1f}"),
     ("output_tok_s", "output\ntok/s", "{:,.0f}"),
-    ("speedup", "to the\nfirst", "{:.2f}x"),
+    ("speedup", "vs.\nfirst", "{:.2f}x"),
     ("in_time", "in\ntime", "{:.0%}"),
     ("rank_correlation", "rank\ncorr.", "{:.2f}"),
 )
@@ -50,7 +50,7 @@ BY_GROUP: Columns = (
 
 
 def summarize(comparison: Comparison) -> dict[str, Any]:
-    """Everything: each cell's medians and runs, down to every request and every step."""
+    """Return all numbers: each cell's medians and runs, with every request and step."""
     mix, limits = comparison.mix, comparison.limits
     cells = [summarize_cell(cell, mix) for cell in comparison.cells]
     first = next((cell["median"]["output_tok_s"] for cell in cells if cell["runs"]), None)
@@ -78,19 +78,19 @@ def summarize(comparison: Comparison) -> dict[str, Any]:
 
 
 def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
-    """One cell's numbers: the median of each over its runs, for all requests, by tenant and by kind."""
+    """Return one cell's medians over its runs, for all requests, by tenant and by kind."""
     runs: list[dict[str, Any]] = []
     for run in cell.runs:
         steps = run.steps
         found = measure(run)
         if not cell.choices:
-            found["passes"] = bound_of(mix.outputs, run.seats).static  # transformers does just that
+            found["passes"] = bound_of(mix.outputs, run.max_sequences).static  # as transformers does
         runs.append(
             {
                 "metrics": found,
                 "tenants": by_group(run, lambda answer: answer.query.tenant),
                 "kinds": by_group(run, lambda answer: answer.query.kind),
-                "requests": [request_row(answer) for answer in run.answers],
+                "requests": [request_row(answer) for answer in run.records],
                 "steps": {
                     "at": [round(step.at, 6) for step in steps],
                     "seconds": [round(step.seconds, 6) for step in steps],
@@ -104,7 +104,7 @@ def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
             }
         )
     groups = {
-        sort: {name: middle([run[sort][name] for run in runs]) for name in (runs[0][sort] if runs else ())}
+        sort: {name: medians([run[sort][name] for run in runs]) for name in (runs[0][sort] if runs else ())}
         for sort in ("tenants", "kinds")
     }
     return {
@@ -112,15 +112,15 @@ def summarize_cell(cell: Cell, mix: Mix) -> dict[str, Any]:
         "choices": cell.choices,
         "settings": cell.settings,
         "unavailable": cell.unavailable,
-        "median": middle([run["metrics"] for run in runs]),
+        "median": medians([run["metrics"] for run in runs]),
         **groups,
         "runs": runs,
     }
 
 
-def measure(run: Run) -> Metrics:
-    """The numbers of one run; of an engine that is not ours there are no steps, and so not all of them."""
-    answers, steps, seconds = run.answers, run.steps, run.seconds
+def measure(run: MixResult) -> Metrics:
+    """Return the numbers of one run; without steps, as of transformers, some are missing."""
+    answers, steps, seconds = run.records, run.steps, run.seconds
     output = sum(answer.tokens for answer in answers)
     found: Metrics = {
         "seconds": seconds,
@@ -133,7 +133,7 @@ def measure(run: Run) -> Metrics:
         found |= {
             "passes": len(steps),
             "tokens_per_pass": fmean(step.tokens for step in steps),
-            "occupancy": fmean(step.sequences for step in steps) / run.seats,
+            "occupancy": fmean(step.sequences for step in steps) / run.max_sequences,
             "gap_max": longest_gap(answers),
             "preemptions": run.preemptions,
         }
@@ -142,10 +142,10 @@ def measure(run: Run) -> Metrics:
     return found
 
 
-def by_group(run: Run, name_of: Callable[[Answer], str]) -> dict[str, Metrics]:
-    """How each tenant or kind fared, where there are several."""
-    groups: dict[str, list[Answer]] = {}
-    for answer in sorted(run.answers, key=name_of):
+def by_group(run: MixResult, name_of: Callable[[RequestRecord], str]) -> dict[str, Metrics]:
+    """Return the numbers of each tenant or kind, if there are several."""
+    groups: dict[str, list[RequestRecord]] = {}
+    for answer in sorted(run.records, key=name_of):
         groups.setdefault(name_of(answer), []).append(answer)
     if len(groups) < 2:
         return {}
@@ -161,8 +161,8 @@ def by_group(run: Run, name_of: Callable[[Answer], str]) -> dict[str, Metrics]:
     return found
 
 
-def waits(answers: Sequence[Answer]) -> Metrics:
-    """How long requests waited, in milliseconds; of those with a deadline, which share met it."""
+def waits(answers: Sequence[RequestRecord]) -> Metrics:
+    """Return latencies in milliseconds, and the share of deadlines met."""
     due = [answer.is_in_time for answer in answers if answer.query.deadline is not None]
     times = {
         "ttft": [1000 * answer.ttft for answer in answers],
@@ -175,13 +175,13 @@ def waits(answers: Sequence[Answer]) -> Metrics:
     return found
 
 
-def longest_gap(answers: Sequence[Answer]) -> float:
-    """Milliseconds between two tokens of an answer, at most."""
+def longest_gap(answers: Sequence[RequestRecord]) -> float:
+    """Return the longest time between two tokens of an answer, in milliseconds."""
     return 1000 * max(answer.gap for answer in answers)
 
 
-def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[dict[str, Any]]:
-    """For static and continuous batching, all else equal and in order of arrival: what was reached of what can be."""
+def bounds(cells: Sequence[dict[str, Any]], mix: Mix, max_sequences: int) -> Iterable[dict[str, Any]]:
+    """Compare the gain of continuous over static batching, all else equal and with fcfs, with its upper bound."""
     if not mix.is_at_once:
         return
     ours = [cell for cell in cells if cell["runs"] and cell["choices"]]
@@ -191,7 +191,7 @@ def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[di
             is_pair = slow["choices"].get("batching") == "static" and fast["choices"] == wanted
             if not is_pair or slow["choices"].get("policy", "fcfs") != "fcfs":
                 continue
-            most = bound_of(mix.outputs, seats)
+            most = bound_of(mix.outputs, max_sequences)
             reached = slow["median"]["passes"] / fast["median"]["passes"]
             yield {
                 "static": slow["name"],
@@ -206,14 +206,14 @@ def bounds(cells: Sequence[dict[str, Any]], mix: Mix, seats: int) -> Iterable[di
 
 
 def query_row(query: Query) -> dict[str, Any]:
-    """One request as it was asked, for a file: of its prompt only the length."""
-    told = ("at", "after", "tenant", "kind", "endpoint", "priority", "deadline")
-    asked = {"prompt": query.prompt_tokens, "length": query.output_tokens}
-    return {**asked, **{name: getattr(query, name) for name in told}}
+    """Return one request for a file, with the length of its prompt."""
+    names = ("tenant", "kind", "endpoint", "priority", "deadline")
+    sizes = {"prompt": query.prompt_tokens, "length": query.output_tokens}
+    return {**sizes, "at": query.at, "after": query.after_tokens, **{name: getattr(query, name) for name in names}}
 
 
-def request_row(answer: Answer) -> dict[str, Any]:
-    """One request for a file; moments are seconds from the start of the run."""
+def request_row(answer: RequestRecord) -> dict[str, Any]:
+    """Return one request's times for a file, in seconds from the start of the run."""
     return {
         "tokens": answer.tokens,
         "at": round(answer.at, 6),
@@ -221,43 +221,43 @@ def request_row(answer: Answer) -> dict[str, Any]:
         "last": round(answer.last, 6),
         "gap": round(answer.gap, 6),
         "expected": answer.expected,
-        "stays": [[stay.seat, round(stay.began, 6), round(stay.ended, 6)] for stay in answer.stays],
+        "stays": [[stay.slot, round(stay.began, 6), round(stay.ended, 6)] for stay in answer.stays],
     }
 
 
 def middle_run(cell: dict[str, Any]) -> dict[str, Any]:
-    """The run that took neither the longest nor the shortest: the one to look at."""
+    """Return the run with the median time, which the pictures show."""
     ordered = sorted(cell["runs"], key=lambda run: run["metrics"]["seconds"])
     found: dict[str, Any] = ordered[len(ordered) // 2]
     return found
 
 
 def tables(summary: dict[str, Any]) -> Group:
-    """How fast each cell was, how long its requests waited, and how each tenant or kind of requests fared."""
+    """Return tables of speeds and latencies by cell, and by tenant or kind."""
     cells = [cell for cell in summary["cells"] if cell["runs"]]
     rows = [((cell["name"],), cell["median"]) for cell in cells]
     parts = [
-        filled(title(summary), SPEED, rows, "\n".join(notes(summary))),
-        filled("how long requests wait, ms", WAITING, rows),
+        number_table(title(summary), SPEED, rows, "\n".join(notes(summary))),
+        number_table("latency, ms", WAITING, rows),
     ]
     sort = next((sort for sort in ("tenants", "kinds") if any(cell[sort] for cell in cells)), None)
     if sort is not None:
         groups = [((cell["name"], name), row) for cell in cells for name, row in cell[sort].items()]
-        parts.append(filled(f"by {sort.removesuffix('s')}, ms", BY_GROUP, groups))
+        parts.append(number_table(f"by {sort.removesuffix('s')}, ms", BY_GROUP, groups))
     return Group(*parts)
 
 
 def title(summary: dict[str, Any]) -> str:
-    """What ran, in one line."""
+    """Return the workload in one line."""
     work = summary["workload"]
     return (
         f"{work['name']}: {counted(len(work['requests']), 'request')}, {work['prompt_tokens']:,} prompt and "
-        f"{counted(work['output_tokens'], 'output token')}, {counted(summary['seats'], 'seat')}"
+        f"{counted(work['output_tokens'], 'output token')}, batch of up to {summary['seats']:,}"
     )
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
-    """What a reader must know, and how near to the bound it came."""
+    """Return the notes under the table: setup, share of the bound reached, unavailable engines."""
     runs = max(len(cell["runs"]) for cell in summary["cells"])
     work = summary["workload"]
     lengths = (

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, seen from outside: start it, tell it to run, take down what it says."""
+"""An engine in a process of its own: start it, send it commands, read its results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UnavailableError(ChairliftError):
 
 @dataclass(slots=True)
 class Contender:
-    """One engine's part in a benchmark: its runs, or why there are none."""
+    """One engine of a benchmark: its runs, or why there are none."""
 
     name: str
     info: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Contender:
 
 
 class Engine:
-    """A loaded engine that waits to be told to run."""
+    """A loaded engine process that waits for commands."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.contender = Contender(name)
@@ -44,9 +44,9 @@ class Engine:
         self.contender.info = self._read("ready")
 
     def run(self, workload: Workload) -> None:
-        """Run once, and check that it did what was asked."""
+        """Run the workload once, and check the lengths of the answers."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: reading says why
+        with suppress(BrokenPipeError):  # the process has ended: _read reports why
             self._process.stdin.write("run\n")
             self._process.stdin.flush()
         run = self._read("run")
@@ -55,7 +55,7 @@ class Engine:
             if len(answer["tokens"]) != count:
                 raise ChairliftError(
                     f"{name} answered request {number} with {counted(len(answer['tokens']), 'token')}, not {count}: "
-                    "no comparison"
+                    "speeds cannot be compared"
                 )
         self.contender.runs.append(run)
 
@@ -64,8 +64,8 @@ class Engine:
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            said = [each.strip() for each in self._log.read_text(errors="replace").splitlines() if each.strip()]
-            raise UnavailableError(f"its process ended: {said[-1] if said else self._process.returncode}")
+            lines = [each.strip() for each in self._log.read_text(errors="replace").splitlines() if each.strip()]
+            raise UnavailableError(f"its process ended: {lines[-1] if lines else self._process.returncode}")
         message: dict[str, Any] = json.loads(line)
         if "unavailable" in message:
             raise UnavailableError(message["unavailable"])
@@ -74,7 +74,7 @@ class Engine:
 
 
 def task_for(workload: Workload, scratch: Path, threads: int | None = None, **more: Any) -> Task:
-    """What any engine is told of a workload, which is written down in its folder for all of them."""
+    """Write the workload to the scratch folder, and return the task for an engine."""
     (scratch / "workload.json").write_text(json.dumps({"prompts": workload.prompts, "outputs": workload.outputs}))
     lengths = [query.prompt_tokens + query.output_tokens for query in workload.queries]
     threads = threads or len(os.sched_getaffinity(0))
@@ -83,7 +83,7 @@ def task_for(workload: Workload, scratch: Path, threads: int | None = None, **mo
 
 @contextmanager
 def engine(name: str, python: str, task: Task) -> Iterator[Engine]:
-    """Start an engine, and end it with the block whatever happens there."""
+    """Start an engine, and end it with the block."""
     scratch = Path(task.scratch)
     task_file, log = scratch / f"{name}.json", scratch / f"{name}.log"
     task_file.write_text(json.dumps(asdict(task)))
@@ -97,14 +97,14 @@ def engine(name: str, python: str, task: Task) -> Iterator[Engine]:
                 stderr=errors,
                 env=environment(python, task),
                 text=True,
-                start_new_session=True,  # a group of its own; Ctrl-C is for us, and we end it
+                start_new_session=True,  # a process group of its own: Ctrl-C reaches only us, and we end it
             )
         except OSError as error:
             raise UnavailableError(f"{python} cannot be started: {error.strerror}") from None
     try:
         yield Engine(name, process, log)
     finally:
-        # Its whole group: a library may have forked helpers, which would hold its pipes open.
+        # The whole group: a library may have forked helpers, which would keep the pipes open.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -114,13 +114,13 @@ def engine(name: str, python: str, task: Task) -> Iterator[Engine]:
 
 
 def environment(python: str, task: Task) -> dict[str, str]:
-    """Same threads for everyone, no network, and for another interpreter this package alone of ours."""
+    """Return the environment: equal threads for all engines, no network, and this package for another interpreter."""
     threads = {f"{library}_NUM_THREADS": str(task.threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMBA")}
-    # CI keeps the telemetry of OpenVINO silent: it forks a process for each report, in the middle of a run.
+    # CI disables OpenVINO's telemetry, which forks a process for each report, during a run.
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "true"}
     found = {**os.environ, **threads, **quiet}
     if python != sys.executable:
-        # A link to the package, not the folder it is in, which may hold another torch than that interpreter's.
+        # A link to the package, not its parent folder, which may have another torch than that interpreter.
         folder = Path(task.scratch) / "packages"
         folder.mkdir(exist_ok=True)
         link = folder / "chairlift"

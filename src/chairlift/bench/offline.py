@@ -1,4 +1,4 @@
-"""Offline throughput: a workload given all at once, to Chairlift and to other engines on the same weights, in turn."""
+"""Offline throughput: a workload submitted at once, to Chairlift and to other engines with the same weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
 from chairlift.costs.floor import floor_of
-from chairlift.report.numbers import Metrics, common_length, machine, middle, scaled, spread
+from chairlift.report.numbers import Metrics, common_length, machine, medians, scaled, spread
 from chairlift.report.tables import table
 from chairlift.traffic.workloads import Workload
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from chairlift.evaluation.twin import Subject
 
 OURS = "chairlift"
-MEMORY_SHARE = 0.45  # of a GPU, when another engine is loaded beside ours
+MEMORY_SHARE = 0.45  # of a GPU, if another engine is loaded too
 
-# Name, label, how it is written. For speeds more is better, for times and memory less.
+# Key, label, format. Higher is better for speeds, lower for times and memory.
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("output_tok_s", "output tok/s", "{:,.1f}"),
     ("prompt_tok_s", "prompt tok/s", "{:,.1f}"),
@@ -52,7 +52,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What is measured, and against whom."""
+    """The model, workload and other engines of a benchmark."""
 
     model: str
     settings: dict[str, Any]
@@ -62,13 +62,13 @@ class Benchmark:
     repeat: int = 1
     threads: int | None = None
     temperature: float = 0.0
-    profile_steps: bool = False  # tell what each of our steps costs the host
+    profile_steps: bool = False  # measure the host's time per step
 
 
 def run_offline(
     benchmark: Benchmark, notice: Callable[[str], None] = lambda _text: None
 ) -> tuple[Workload, list[Contender]]:
-    """Run the workload on every engine in turn, `repeat` times, so that a busy machine is unfair to all alike."""
+    """Run the workload `repeat` times on every engine, interleaved, so that other load affects all engines alike."""
     from chairlift.evaluation.twin import Subject
 
     for name in benchmark.compare:
@@ -96,9 +96,9 @@ def run_offline(
             others, absent = load_others(benchmark, task, stack, notice)
             engines += others
             contenders += [each.contender for each in others] + absent
-        for turn in range(benchmark.repeat):
+        for number in range(benchmark.repeat):
             for each in list(engines):
-                notice(f"run {turn + 1} of {benchmark.repeat}: {each.contender.name}")
+                notice(f"run {number + 1} of {benchmark.repeat}: {each.contender.name}")
                 try:
                     each.run(workload)
                 except UnavailableError as reason:
@@ -113,10 +113,10 @@ def run_offline(
 
 
 def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scratch: Path) -> Task:
-    """The task for our own engine; what the others must match is known once it is loaded."""
+    """Return the task of our own engine; once loaded, it determines the settings of the others."""
     model, settings = benchmark.model, dict(benchmark.settings)
     if benchmark.compare:
-        if subject.is_random:  # ours must read the very numbers that the others read
+        if subject.is_random:  # all engines must load the same random weights
             model, settings["load_format"] = str(subject.folder(scratch)), "auto"
         if subject.device.type == "cuda" and settings.get("memory_share") is None:
             settings["memory_share"] = MEMORY_SHARE
@@ -135,7 +135,7 @@ def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scrat
 def load_others(
     benchmark: Benchmark, task: Task, stack: ExitStack, notice: Callable[[str], None]
 ) -> tuple[list[Engine], list[Contender]]:
-    """The engines to compare with; one that is not available is replaced if it can be, and its reason kept."""
+    """Load the other engines; an unavailable one is reported and, if possible, replaced by its fallback."""
     loaded: list[Engine] = []
     absent: list[Contender] = []
     names = list(dict.fromkeys(benchmark.compare))
@@ -147,15 +147,15 @@ def load_others(
             absent.append(Contender(name, unavailable=str(reason)))
             notice(f"{name} is not available")
             if name in FALLBACKS and FALLBACKS[name] not in names:
-                names.append(FALLBACKS[name])  # the loop comes to it
+                names.append(FALLBACKS[name])  # this loop loads it later
     return loaded, absent
 
 
-# ---- what was found
+# ---- results
 
 
 def measure(run: dict[str, Any], workload: Workload, floor_s: float | None = None) -> Metrics:
-    """The numbers of one run."""
+    """Return the numbers of one run."""
     seconds, requests = run["seconds"], run["requests"]
     firsts = [1000 * each["first"] for each in requests]
     gaps = [
@@ -181,14 +181,14 @@ def measure(run: dict[str, Any], workload: Workload, floor_s: float | None = Non
 
 
 def summarize(workload: Workload, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Everything but the tokens: each engine's runs, their medians, and ours over theirs."""
+    """Return all numbers: each engine's runs, their medians, and the ratios ours / theirs."""
     ours = contenders[0]
     floor_s = ours.info.get("floor_s")
-    best = middle([measure(run, workload, floor_s) for run in ours.runs])
+    best = medians([measure(run, workload, floor_s) for run in ours.runs])
     engines = []
     for contender in contenders:
         runs = [measure(run, workload, floor_s) for run in contender.runs]
-        found = middle(runs)
+        found = medians(runs)
         shown = {"name": contender.name, "info": contender.info, "unavailable": contender.unavailable, "runs": runs}
         if runs and contender is not ours:
             found["agreement"] = agreement(ours.runs[0], contender.runs[0])
@@ -208,13 +208,13 @@ def summarize(workload: Workload, contenders: Sequence[Contender]) -> dict[str, 
 
 
 def agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """The share of tokens before two greedy answers part: rounding parts them late, other weights at once."""
+    """Return the share of tokens before greedy answers differ: late with other rounding, at once with other weights."""
     pairs = [(a["tokens"], b["tokens"]) for a, b in zip(ours["requests"], theirs["requests"], strict=True)]
     return sum(common_length(*pair) for pair in pairs) / sum(len(tokens) for tokens, _ in pairs)
 
 
 def offline_table(summary: dict[str, Any]) -> Table:
-    """Medians side by side, and the ratio ours / theirs beside each."""
+    """Return the table of medians, with the ratio ours / theirs for each engine."""
     ours, *others = [each for each in summary["engines"] if each["runs"]]
     work = summary["workload"]
     notes = [
@@ -241,7 +241,7 @@ def offline_table(summary: dict[str, Any]) -> Table:
 
 
 def orientation(summary: dict[str, Any]) -> Iterator[str]:
-    """What the machine allows, and how long the start took."""
+    """Yield lines on the physical floor and on the start-up time."""
     info, workload = summary["engines"][0]["info"], summary["workload"]
     if "floor_s" in info:
         seconds, rates = info["floor_s"], info["rates"]
@@ -253,6 +253,6 @@ def orientation(summary: dict[str, Any]) -> Iterator[str]:
     if "start" in info:
         imported, loaded, first = (info["start"][name] for name in ("imported", "loaded", "first_token"))
         yield (
-            f"first token {first:.1f} s after the start: imports {imported:.1f}, the model and all that is made ready "
+            f"first token {first:.1f} s after the start: imports {imported:.1f}, loading and compiling "
             f"{loaded - imported:.1f}, the first answer {first - loaded:.1f}"
         )

@@ -1,4 +1,4 @@
-"""Pictures of what was measured, drawn from the numbers alone: one for each question that they answer."""
+"""Pictures of the measurements, drawn from their JSON numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 
 from chairlift.bench.compare_report import middle_run, title
 from chairlift.core.words import counted
-from chairlift.report.drawing import COLORS, FAINT, INK, LEGEND_COLUMNS, PAPER, colors, draw, headed, names, note
+from chairlift.report.drawing import COLORS, FAINT, INK, LEGEND_COLUMNS, PAPER, colors, draw, legend, note, titled
 
 HEAD = 0.65  # inches for the title
 LIGHTEST, DARKEST = (0.78, 0.87, 0.95), (0.10, 0.24, 0.42)  # of a short answer and of a long one
@@ -24,18 +24,18 @@ Summary = dict[str, Any]
 
 
 def draw_all(summary: Summary, folder: Path, kind: str = "svg") -> list[Path]:
-    """Draw every picture that a comparison's numbers are enough for, and say where they are."""
+    """Draw every picture that a comparison has enough numbers for, and return their files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / f"{name}.{kind}": picture for name, picture in PICTURES.items()}
     return [file for file, picture in files.items() if draw(file, picture, summary)]
 
 
 def cache_hits(trace: Summary) -> Figure:
-    """How many blocks of a trace are found in caches of several sizes."""
-    told = (
+    """Draw the hit rate on a trace by cache size."""
+    subtitle = (
         f"{trace['name']}: {counted(trace['requests'], 'request')}, {counted(trace['distinct'], 'distinct block')} of "
     )
-    figure = headed("Blocks found in the cache, by its size", f"{told}{counted(trace['block_tokens'], 'token')}", 3.4)
+    figure = titled("Hit rate by cache size", f"{subtitle}{counted(trace['block_tokens'], 'token')}", 3.4)
     axes = figure.add_axes((0.06, 0.19, 0.77, 0.6))
     rows, blocks = trace["sizes"], trace["blocks"]
     sizes = [row["size"] for row in rows]
@@ -49,7 +49,7 @@ def cache_hits(trace: Summary) -> Figure:
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(sizes, [f"{size:,}\n{size / trace['distinct']:.0%}" for size in sizes])
-    axes.set_xlabel("blocks, and how many of the distinct ones that is")
+    axes.set_xlabel("cache size in blocks, and as a share of the distinct blocks")
     axes.set_ylim(0, 1.15 * most)
     axes.yaxis.set_major_formatter("{x:.0f}%")
     axes.grid(axis="y", color=PAPER)
@@ -57,9 +57,9 @@ def cache_hits(trace: Summary) -> Figure:
     return figure
 
 
-def batch_sizes(summary: Summary, told: str) -> Figure:
-    """Output tokens a second by batch size on logarithmic axes: what was measured, and the floor."""
-    figure = headed("Output tokens a second, by batch size", told, 3.6)
+def batch_sizes(summary: Summary, subtitle: str) -> Figure:
+    """Draw measured output tokens per second and the floor by batch size, on logarithmic axes."""
+    figure = titled("Output tokens a second, by batch size", subtitle, 3.6)
     axes = figure.add_axes((0.09, 0.14, 0.76, 0.66))
     rows = summary["sizes"]
     sizes = [row["size"] for row in rows]
@@ -92,9 +92,9 @@ def batch_sizes(summary: Summary, told: str) -> Figure:
 
 
 def throughput(summary: Summary) -> Figure:
-    """How fast, and how long an answer takes: a bar for each cell."""
+    """Draw speed and mean latency: a bar for each cell."""
     cells = [cell for cell in summary["cells"] if cell["runs"]]
-    figure = sheet(summary, "Speed, and how long an answer takes", 0.34 * len(cells) + 0.3)
+    figure = sheet(summary, "Speed and latency", 0.34 * len(cells) + 0.3)
     speed, wait = figure.subplots(1, 2, sharey=True)
     for axes, key, unit, form in (
         (speed, "output_tok_s", "output tokens per second", "{:,.0f}"),
@@ -117,7 +117,7 @@ def throughput(summary: Summary) -> Figure:
 
 
 def utilization(summary: Summary) -> Figure:
-    """How full each pass was: static batching's saw, continuous batching's plateau."""
+    """Draw the batch size of each pass, relative to its limit, and its tokens."""
 
     def occupancy(axes: Axes, cell: Summary, color: Any) -> None:
         steps = middle_run(cell)["steps"]
@@ -125,9 +125,9 @@ def utilization(summary: Summary) -> Figure:
         axes.fill_between(*stairs(steps, shares), color=color, linewidth=0)
         axes.set_ylim(0, 104)
         axes.set_yticks([0, 50, 100], ["0", "50", "100%"])
-        axes.set_ylabel("seats busy")
+        axes.set_ylabel("batch full")
         found = middle_run(cell)["metrics"]
-        note(axes, f"{found['occupancy']:.0%} of seats, {found['passes']:,.0f} passes")
+        note(axes, f"{found['occupancy']:.0%} full, {found['passes']:,.0f} passes")
 
     def tokens(axes: Axes, cell: Summary, color: Any) -> None:
         steps = middle_run(cell)["steps"]
@@ -139,43 +139,43 @@ def utilization(summary: Summary) -> Figure:
         axes.set_ylabel("tokens")
         note(axes, f"{middle_run(cell)['metrics']['tokens_per_pass']:,.1f} on average")
 
-    return small_multiples(summary, "How full each pass is: seats busy, and tokens", [occupancy, tokens])
+    return small_multiples(summary, "How full each pass is: sequences, and tokens", [occupancy, tokens])
 
 
-def seats(summary: Summary) -> Figure:
-    """Who sat where and how long: one row for each seat."""
+def batch_slots(summary: Summary) -> Figure:
+    """Draw the requests in each slot of the batch over time."""
     asks = summary["workload"]["requests"]
     paint, named = stay_colors(asks)
 
     def stays(axes: Axes, cell: Summary, color: Any) -> None:
         rows: dict[int, list[tuple[float, float, Any]]] = {}
         for ask, request in zip(asks, middle_run(cell)["requests"], strict=True):
-            for seat, began, ended in request["stays"]:
-                rows.setdefault(seat, []).append((began, ended - began, paint(ask)))
+            for slot, began, ended in request["stays"]:
+                rows.setdefault(slot, []).append((began, ended - began, paint(ask)))
         count = summary["seats"]
         axes.set_facecolor(PAPER)
-        for seat, row in rows.items():
+        for slot, row in rows.items():
             bars = [(began, width) for began, width, _ in row]
             edge = 0.4 if count <= 64 else 0.0
             faces = [face for _, _, face in row]
-            axes.broken_barh(bars, (seat + 0.06, 0.88), facecolors=faces, edgecolor="white", linewidth=edge)
+            axes.broken_barh(bars, (slot + 0.06, 0.88), facecolors=faces, edgecolor="white", linewidth=edge)
         axes.set_ylim(count, 0)
         axes.set_yticks([0.5, count - 0.5], ["1", str(count)])
-        axes.set_ylabel("seat", labelpad=-4)
+        axes.set_ylabel("slot", labelpad=-4)
         note(axes, f"{middle_run(cell)['metrics']['seconds']:,.2f} s")
 
-    head = "Who sits where, and how long. " + ("Grey: an empty seat." if named else "Darker: a longer answer.")
+    head = "Requests in each slot of the batch. " + ("Grey: empty." if named else "Darker: a longer answer.")
     height = min(3.0, 0.6 + 0.08 * float(summary["seats"]))
-    figure = small_multiples(summary, head, [stays], height, legend=0.3 if named else 0.0)
-    names(figure, named)
+    figure = small_multiples(summary, head, [stays], height, legend_height=0.3 if named else 0.0)
+    legend(figure, named)
     return figure
 
 
 def latency(summary: Summary) -> Figure:
-    """Which share of requests waited no longer than so long."""
+    """Draw the distributions of latencies over requests."""
     cells = ours(summary)
     lines = -(-len(cells) // LEGEND_COLUMNS)
-    figure = sheet(summary, "Which share of requests waits no longer than ...", 2.7, legend=0.2 * lines + 0.1)
+    figure = sheet(summary, "Share of requests with a latency of at most ...", 2.7, legend_height=0.2 * lines + 0.1)
     plots = figure.subplots(1, 3, sharey=True)
     measures: dict[str, Callable[[Summary], float | None]] = {
         "to the first token, s": lambda request: request["first"] - request["at"],
@@ -194,12 +194,12 @@ def latency(summary: Summary) -> Figure:
         axes.set_ylim(0, 102)
         axes.grid(axis="y", color=PAPER)
     plots[0].set_yticks([0, 50, 95], ["0", "50", "95%"])
-    names(figure, {cell["name"]: color for cell, color in zip(cells, colors(len(cells)), strict=True)})
+    legend(figure, {cell["name"]: color for cell, color in zip(cells, colors(len(cells)), strict=True)})
     return figure
 
 
 def fairness(summary: Summary) -> Figure | None:
-    """What each tenant has got by when."""
+    """Draw the tokens computed for each tenant over time."""
     tenants = sorted({ask["tenant"] for ask in summary["workload"]["requests"]})
     if len(tenants) < 2:
         return None
@@ -223,18 +223,18 @@ def fairness(summary: Summary) -> Figure | None:
 
     def shares(axes: Axes, cell: Summary, color: Any) -> None:
         lines(axes, cell, as_share=True)
-        axes.set_ylabel("of its own")
+        axes.set_ylabel("share")
 
-    head = "What each tenant has got: in tokens, and as a share of all it asked for"
-    figure = small_multiples(summary, head, [tokens, shares], height=1.2, legend=0.3)
-    names(figure, dict(zip(tenants, COLORS, strict=False)))
+    head = "Tokens computed for each tenant, and as a share of its total"
+    figure = small_multiples(summary, head, [tokens, shares], height=1.2, legend_height=0.3)
+    legend(figure, dict(zip(tenants, COLORS, strict=False)))
     return figure
 
 
 PICTURES: dict[str, Callable[[Summary], Figure | None]] = {
     "throughput": throughput,
     "utilization": utilization,
-    "seats": seats,
+    "seats": batch_slots,
     "latency": latency,
     "fairness": fairness,
 }
@@ -245,11 +245,11 @@ def small_multiples(
     head: str,
     columns: Sequence[Callable[[Axes, Summary, Any], None]],
     height: float = 1.0,
-    legend: float = 0.0,
+    legend_height: float = 0.0,
 ) -> Figure:
-    """A row for each cell, all on one time axis, so that what ends sooner is seen to."""
+    """Draw a row for each cell, on a common time axis."""
     cells = ours(summary)
-    figure = sheet(summary, head, (height + 0.3) * len(cells) + 0.3, legend)
+    figure = sheet(summary, head, (height + 0.3) * len(cells) + 0.3, legend_height)
     plots = figure.subplots(len(cells), len(columns), sharex=True, squeeze=False)
     longest = max(middle_run(cell)["metrics"]["seconds"] for cell in cells)
     for row, cell, color in zip(plots, cells, colors(len(cells)), strict=True):
@@ -262,19 +262,19 @@ def small_multiples(
     return figure
 
 
-def sheet(summary: Summary, head: str, height: float, legend: float = 0.0) -> Figure:
-    """An empty figure under its title, with room for a line of names."""
-    total = height + HEAD + legend
-    return headed(head, title(summary), total, ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
+def sheet(summary: Summary, head: str, height: float, legend_height: float = 0.0) -> Figure:
+    """Return an empty figure with a title and room for a legend."""
+    total = height + HEAD + legend_height
+    return titled(head, title(summary), total, ConstrainedLayoutEngine(rect=(0, 0, 1, height / total)))
 
 
 def ours(summary: Summary) -> list[Summary]:
-    """The cells whose steps are known; one of them has always run first."""
+    """Return the cells with recorded steps; at least one has run."""
     return [cell for cell in summary["cells"] if cell["runs"] and cell["choices"]]
 
 
 def stairs(steps: Summary, values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """A value that holds from a pass's start to its end, and none between passes."""
+    """Return the points of a step function over the passes."""
     times: list[float] = []
     heights: list[float] = []
     for at, seconds, value in zip(steps["at"], steps["seconds"], values, strict=True):
@@ -284,12 +284,12 @@ def stairs(steps: Summary, values: Sequence[float]) -> tuple[list[float], list[f
 
 
 def stay_colors(asks: Sequence[Summary]) -> tuple[Callable[[Summary], Any], dict[str, str]]:
-    """What color a request's stay has, and their names: its tenant's, its kind's, or darker the longer its answer."""
+    """Return a request's color, and the legend: by tenant, by kind, or darker for longer answers."""
     groups = {sort: sorted({ask[sort] for ask in asks}) for sort in ("tenant", "kind")}
-    telling = next((sort for sort, found in groups.items() if 1 < len(found) <= LEGEND_COLUMNS), None)
-    if telling is not None:
-        colored = dict(zip(groups[telling], COLORS, strict=False))
-        return lambda ask: colored[ask[telling]], colored
+    varying = next((sort for sort, found in groups.items() if 1 < len(found) <= LEGEND_COLUMNS), None)
+    if varying is not None:
+        colored = dict(zip(groups[varying], COLORS, strict=False))
+        return lambda ask: colored[ask[varying]], colored
     low = log(min(ask["length"] for ask in asks))
     span = log(max(ask["length"] for ask in asks)) - low or 1.0
 

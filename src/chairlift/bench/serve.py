@@ -1,4 +1,4 @@
-"""Serving under load: requests leave for an OpenAI-compatible server when they are planned to, answered or not."""
+"""Open-loop load test of an OpenAI-compatible server: each request is sent at its planned time."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from chairlift.traffic.query import VOCABULARY, Query
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 REFUSED = 429
-TELL_EVERY = 0.2  # seconds between two looks at the progress
+TELL_EVERY = 0.2  # seconds between progress updates
 REACH_TIMEOUT = 30.0
 
-# An event that does more than bring tokens: it ends or starts the answer, counts its tokens, or is an error.
+# Events that are more than a token: a role, a finish reason, usage, or an error.
 TELLING = re.compile(
     rb'"(?:finish_reason"\s*:\s*"|usage"\s*:\s*\{|role"\s*:\s*"|error"\s*:\s*[^\sn]|choices"\s*:\s*\[\s*\])'
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which server is asked what, when and how."""
+class LoadPlan:
+    """The server, the requests, and how to send them."""
 
     url: str
     queries: Sequence[Query]
-    model: str | None = None  # None: the first that the server lists
+    model: str | None = None  # None: the server's first model
     api_key: str | None = field(default=None, repr=False)
     endpoint: Endpoint = "completions"
     temperature: float = 0.0
     max_concurrency: int | None = None
-    timeout: float = 600.0  # seconds for one answer, from when its request may leave
+    timeout: float = 600.0  # seconds per answer, from its sending
     vocab_size: int | None = None
     seed: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What became of one request; times are seconds from the start of the run."""
+    """The result of one request; times are seconds from the start of the run."""
 
     planned: float
-    asked: int  # output tokens
+    requested_tokens: int  # of output
     prompt_tokens: int
     output_tokens: int = 0
     sent: float | None = None
-    chunks: array[float] = field(default_factory=lambda: array("d"))  # when each piece of the answer came
+    chunks: array[float] = field(default_factory=lambda: array("d"))  # arrival time of each piece of the answer
     end: float | None = None
     status: int | None = None
     error: str | None = None
-    is_counted: bool = False  # by the server; otherwise a chunk is taken for a token
+    is_counted: bool = False  # whether the server sent usage; otherwise each chunk counts as a token
 
     @property
     def state(self) -> str:
-        """Whether it is ok, refused, failed, or unfinished when the run was interrupted."""
+        """ok, refused, failed, or unfinished if the run was interrupted."""
         if self.end is None:
             return "unfinished"
         return "ok" if self.error is None else "refused" if self.status == REFUSED else "failed"
@@ -73,7 +73,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is."""
+    """The progress of a run."""
 
     done: int
     total: int
@@ -82,8 +82,8 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A run's records, whole or as far as it came."""
+class LoadResult:
+    """A run's records, complete or up to its interruption."""
 
     url: str
     model: str
@@ -96,7 +96,7 @@ class Outcome:
 
 
 class Reader:
-    """Reads an answer's events: the time of each that brings tokens, and the JSON only of those that say more."""
+    """Reads an answer's events: the time of each token, and the JSON only of events that are more than a token."""
 
     def __init__(self, record: Record, start: float) -> None:
         self.is_ended = False
@@ -106,7 +106,7 @@ class Reader:
         self._finish: float | None = None
 
     def take(self, data: bytes) -> bool:
-        """Take in a piece of the stream; True after its last event."""
+        """Read a piece of the stream; return True after its last event."""
         now = time.monotonic() - self._start
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -121,7 +121,7 @@ class Reader:
         return False
 
     def close(self, now: float) -> None:
-        """The stream is over: a last line may lack its end, and some servers leave [DONE] out."""
+        """Finish at the end of the stream: the last line may lack its newline, and some servers omit [DONE]."""
         self.take(b"\n")
         if not self.is_ended:
             raise ReplyError("the stream ended before the answer did")
@@ -129,25 +129,25 @@ class Reader:
         record.end = record.end or now
         if not record.is_counted:
             record.output_tokens = len(record.chunks)
-        elif record.output_tokens and not record.chunks:  # a lone token without text came with the finish
+        elif record.output_tokens and not record.chunks:  # a single token without text, sent with the finish reason
             record.chunks.append(self._finish or record.end)
 
     def _brings_tokens(self, event: bytes, now: float) -> bool:
-        """Read an event whole; an announcement, such as that of the role, brings no token and must not pass for one."""
+        """Parse an event; return whether it has tokens. An event with only a role has none."""
         try:
-            told = json.loads(event)
+            parsed = json.loads(event)
         except ValueError:
-            raise ReplyError(f"an event is no JSON: {event[:80]!r}") from None
-        if not isinstance(told, dict):
-            raise ReplyError(f"an event is no object: {event[:80]!r}")
-        if told.get("error"):
-            raise ReplyError(message_of(told) or "an error without a message")
-        match told.get("usage"):
+            raise ReplyError(f"an event is not JSON: {event[:80]!r}") from None
+        if not isinstance(parsed, dict):
+            raise ReplyError(f"an event is not an object: {event[:80]!r}")
+        if parsed.get("error"):
+            raise ReplyError(message_of(parsed) or "an error without a message")
+        match parsed.get("usage"):
             case {"prompt_tokens": int(prompt), "completion_tokens": int(output)}:
                 self._record.prompt_tokens, self._record.output_tokens = prompt, output
                 self._record.is_counted = True
-                self.is_ended = self.is_ended or not told.get("choices")  # some count along with every chunk
-        match told.get("choices"):
+                self.is_ended = self.is_ended or not parsed.get("choices")  # some servers send usage with every chunk
+        match parsed.get("choices"):
             case [{**choice}, *_]:
                 delta = choice.get("delta")
                 new = delta if isinstance(delta, dict) else {"text": choice.get("text")}
@@ -157,10 +157,10 @@ class Reader:
         return False
 
 
-class Run:
-    """A plan being carried out; what it has so far can be asked for at any time."""
+class LoadTest:
+    """A load test in progress; `result` returns its results at any time."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LoadPlan) -> None:
         self.records: list[Record] = []
         self._plan = plan
         self._model = plan.model or ""
@@ -169,12 +169,12 @@ class Run:
         self._live: set[Record] = set()
         self._gate = asyncio.Semaphore(plan.max_concurrency) if plan.max_concurrency else contextlib.nullcontext()
 
-    async def go(self, notice: Callable[[Progress], None] = lambda _progress: None) -> None:
-        """Send every request at its moment and wait for all answers."""
+    async def run(self, notice: Callable[[Progress], None] = lambda _progress: None) -> None:
+        """Send every request at its time and wait for all answers."""
         plan = self._plan
         server, self._model = await reach(plan)
         allow_sockets(plan.max_concurrency or len(plan.queries))
-        # Written before the clock starts: a long prompt takes as long to write as a short answer to come.
+        # Encoded before the clock starts: encoding a long prompt takes as long as a short answer.
         bodies = write_bodies(plan, self._model)
         requests = [server.write("POST", PATHS[plan.endpoint], body) for body in bodies]
         self._start = time.monotonic()
@@ -182,7 +182,9 @@ class Run:
         try:
             async with asyncio.TaskGroup() as group:
                 for query, request in zip(plan.queries, requests, strict=True):
-                    if (wait := query.at - self._now()) > 0:  # those of one moment leave before any answer is read
+                    if (
+                        wait := query.at - self._now()
+                    ) > 0:  # requests with equal times are sent before any answer is read
                         await asyncio.sleep(wait)
                     record = Record(query.at, query.output_tokens, query.prompt_tokens)
                     self.records.append(record)
@@ -191,11 +193,11 @@ class Run:
             teller.cancel()
         notice(self._progress())
 
-    def outcome(self) -> Outcome:
-        """What the run found."""
+    def result(self) -> LoadResult:
+        """Return the results so far."""
         ends = [record.end for record in self.records if record.end is not None]
         plan = self._plan
-        return Outcome(
+        return LoadResult(
             plan.url,
             self._model,
             plan.endpoint,
@@ -241,15 +243,15 @@ class Run:
         return time.monotonic() - self._start
 
 
-async def run_serve(plan: Plan, notice: Callable[[Progress], None] = lambda _progress: None) -> Outcome:
-    """Carry out a plan and say what became of every request."""
-    run = Run(plan)
-    await run.go(notice)
-    return run.outcome()
+async def run_serve(plan: LoadPlan, notice: Callable[[Progress], None] = lambda _progress: None) -> LoadResult:
+    """Run a load test and return its results."""
+    run = LoadTest(plan)
+    await run.run(notice)
+    return run.result()
 
 
-async def reach(plan: Plan) -> tuple[Server, str]:
-    """The server at the address where it answers, and the model to ask for."""
+async def reach(plan: LoadPlan) -> tuple[Server, str]:
+    """Return the server with its resolved address, and the model's name."""
     server = Server.parse(plan.url, plan.api_key)
     try:
         async with asyncio.timeout(REACH_TIMEOUT):
@@ -261,17 +263,17 @@ async def reach(plan: Plan) -> tuple[Server, str]:
         reason = reason_of(error, REACH_TIMEOUT)
         raise ChairliftError(f"no server answers at {server.url} ({reason}): {remedy}") from None
     if reply.status in (401, 403):
-        raise ChairliftError(f"{server.url} wants another API key (HTTP {reply.status}): give it with --api-key")
+        raise ChairliftError(f"{server.url} rejects the API key (HTTP {reply.status}): give another with --api-key")
     if plan.model:
         return server, plan.model
     match reply.json():
         case {"data": [{"id": str(name)}, *_]}:
             return server, name
-    raise ChairliftError(f"{server.url}/v1/models names no model (HTTP {reply.status}): give its name with --model")
+    raise ChairliftError(f"{server.url}/v1/models lists no model (HTTP {reply.status}): give its name with --model")
 
 
-def write_bodies(plan: Plan, model: str) -> Iterator[bytes]:
-    """Each request's JSON; answers have exactly the length that was asked, if the server knows how."""
+def write_bodies(plan: LoadPlan, model: str) -> Iterator[bytes]:
+    """Yield each request's JSON; answers have exactly the requested length if the server supports ignore_eos."""
     r = random.Random(plan.seed)
     for query in plan.queries:
         body: dict[str, Any] = {
@@ -291,9 +293,9 @@ def write_bodies(plan: Plan, model: str) -> Iterator[bytes]:
 
 
 def allow_sockets(count: int) -> None:
-    """Raise this process's limit of open files as far as it goes: the usual 1,024 are too few for thousands."""
+    """Raise this process's limit of open files as far as possible: the usual 1,024 are too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 256  # and some for everything else
+    wanted = count + 256  # some for other files
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,4 +1,4 @@
-"""What a run against a server found: numbers for a file, and tables for a reader."""
+"""The results of a load test: numbers for a file, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Group
 
 from chairlift import __version__
-from chairlift.bench.serve import Outcome, Record
+from chairlift.bench.serve import LoadResult, Record
 from chairlift.core.errors import ChairliftError
 from chairlift.core.words import counted
 from chairlift.report.numbers import spread
 from chairlift.report.tables import table
 
-Targets = Mapping[str, float]  # milliseconds that a good answer does not exceed
+Targets = Mapping[str, float]  # latency limits of a good answer, in milliseconds
 TARGETS = ("ttft", "tpot", "e2e")
 STATES = ("ok", "failed", "refused", "unfinished")
 LABELS = {
@@ -31,7 +31,7 @@ SHOWN_ERRORS = 5
 
 
 def read_targets(texts: Iterable[str]) -> dict[str, float]:
-    """Read targets as the command line has them.
+    """Parse targets of the command line.
 
     >>> read_targets(["ttft:500", "tpot:50"])
     {'ttft': 500.0, 'tpot': 50.0}
@@ -44,12 +44,12 @@ def read_targets(texts: Iterable[str]) -> dict[str, float]:
         except ValueError:
             found[name] = -1.0
         if name not in TARGETS or not found[name] > 0:
-            raise ChairliftError(f"{text!r} is no goodput target: use ttft, tpot or e2e with milliseconds: ttft:500")
+            raise ChairliftError(f"{text!r} is not a goodput target: use ttft, tpot or e2e with milliseconds: ttft:500")
     return found
 
 
 def times(record: Record) -> dict[str, float]:
-    """An answer's times in milliseconds, all from the moment its request was planned to leave."""
+    """Return an answer's latencies in milliseconds, from the planned send time."""
     found = {}
     if record.end is not None:
         found["e2e"] = 1000 * (record.end - record.planned)
@@ -65,7 +65,7 @@ def times(record: Record) -> dict[str, float]:
 
 
 def is_good(record: Record, targets: Targets) -> bool:
-    """Whether it was answered and within every target; an answer of one token has no TPOT to miss."""
+    """Whether a request succeeded within every target; an answer of one token meets any TPOT."""
     if record.state != "ok":
         return False
     found = times(record)
@@ -74,9 +74,9 @@ def is_good(record: Record, targets: Targets) -> bool:
     return all(name in found and found[name] <= limit for name, limit in targets.items())
 
 
-def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any]:
-    """Everything: totals, speeds, the spread of each time, and every request."""
-    records, seconds = outcome.records, outcome.seconds
+def summarize(result: LoadResult, targets: Targets | None = None) -> dict[str, Any]:
+    """Return all numbers: totals, speeds, latency percentiles, and every request."""
+    records, seconds = result.records, result.seconds
     ok = [record for record in records if record.state == "ok"]
     states = Counter(record.state for record in records)
     finished = [record for record in records if record.state != "unfinished"]
@@ -90,23 +90,23 @@ def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any
 
     summary: dict[str, Any] = {
         "chairlift": __version__,
-        "url": outcome.url,
-        "model": outcome.model,
-        "endpoint": outcome.endpoint,
-        "max_concurrency": outcome.max_concurrency,
-        "planned": outcome.planned,
+        "url": result.url,
+        "model": result.model,
+        "endpoint": result.endpoint,
+        "max_concurrency": result.max_concurrency,
+        "planned": result.planned,
         "requests": {state: states[state] for state in STATES},
         "status": dict(Counter(str(record.status or "no reply") for record in finished).most_common()),
         "errors": dict(Counter(record.error for record in records if record.error).most_common()),
         "seconds": seconds,
         "prompt_tokens": prompt,
         "output_tokens": output,
-        "asked_output_tokens": sum(record.asked for record in ok),
+        "asked_output_tokens": sum(record.requested_tokens for record in ok),
         "uncounted": sum(not record.is_counted for record in ok),
         "requests_s": per_second(len(ok)),
         "output_tok_s": per_second(output),
         "total_tok_s": per_second(prompt + output),
-        "peak_concurrency": outcome.peak_concurrency,
+        "peak_concurrency": result.peak_concurrency,
         "ms": {name: {**spread(found[name], 50, 90, 99), "max": max(found[name])} for name in LABELS if found[name]},
     }
     if targets:
@@ -117,10 +117,10 @@ def summarize(outcome: Outcome, targets: Targets | None = None) -> dict[str, Any
 
 
 def tables(summary: dict[str, Any]) -> Group:
-    """What happened and how fast, then how long it took."""
+    """Return the tables of totals and of latencies."""
     counts = ", ".join(f"{count:,} {state}" for state, count in summary["requests"].items() if count)
     statuses = ", ".join(f"{name}: {count:,}" for name, count in summary["status"].items())
-    came, asked = summary["output_tokens"], summary["asked_output_tokens"]
+    received, requested = summary["output_tokens"], summary["asked_output_tokens"]
     rows = [
         (f"requests, of {summary['planned']:,} planned", counts or "none"),
         ("by HTTP status", statuses or "none"),
@@ -129,7 +129,7 @@ def tables(summary: dict[str, Any]) -> Group:
         ("output tok/s", f"{summary['output_tok_s']:,.1f}"),
         ("prompt and output tok/s", f"{summary['total_tok_s']:,.1f}"),
         ("prompt tokens", f"{summary['prompt_tokens']:,}"),
-        ("output tokens", f"{came:,}" if came == asked else f"{came:,} of {asked:,} asked"),
+        ("output tokens", f"{received:,}" if received == requested else f"{received:,} of {requested:,} requested"),
         ("peak concurrency", f"{summary['peak_concurrency']:,}"),
     ]
     if goodput := summary.get("goodput"):
@@ -144,11 +144,11 @@ def tables(summary: dict[str, Any]) -> Group:
 
 
 def _notes(summary: dict[str, Any]) -> list[str]:
-    """What a reader must know to read the numbers right."""
+    """Return the notes under the tables."""
     errors = list(summary["errors"].items())
-    notes = ["times are those of answered requests, from the moment each was planned to leave; ITL is between chunks"]
+    notes = ["latencies are of successful requests, from their planned send time; ITL is between chunks"]
     if summary["uncounted"]:
-        notes.append(f"{counted(summary['uncounted'], 'answer')} came without usage: each chunk counts as one token")
+        notes.append(f"{counted(summary['uncounted'], 'answer')} had no usage: each chunk counts as one token")
     notes += [f"{count:,} x {reason}" for reason, count in errors[:SHOWN_ERRORS]]
     if len(errors) > SHOWN_ERRORS:
         notes.append(f"and {counted(len(errors) - SHOWN_ERRORS, 'other reason')}; --json has them all")
@@ -156,7 +156,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """One request for a file; moments are seconds from the start of the run."""
+    """Return one request for a file; times are seconds from the start of the run."""
 
     def moment(at: float | None) -> float | None:
         return None if at is None else round(at, 6)
@@ -166,7 +166,7 @@ def _row(record: Record) -> dict[str, Any]:
         "status": record.status,
         "error": record.error,
         "prompt_tokens": record.prompt_tokens,
-        "asked_output_tokens": record.asked,
+        "asked_output_tokens": record.requested_tokens,
         "output_tokens": record.output_tokens,
         "planned": moment(record.planned),
         "sent": moment(record.sent),

@@ -1,7 +1,7 @@
-"""Decoding at several batch sizes: how many tokens a second, and how near that is to what memory allows.
+"""Decode speed at several batch sizes, and its share of the limit that memory bandwidth sets.
 
-Each size is that many requests of one length, answered by one engine. Prompts go first, in steps of their own, so that
-from then on every step is a decode of the whole batch, and only those are timed.
+For each size one engine runs that many requests of equal length. Prompts are prefilled first, in steps of their own;
+from then on every step decodes the whole batch, and only these steps are timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chairlift.engine.engine import Engine
 from chairlift.evaluation.twin import Subject
 from chairlift.execution.build import Built, assemble, choose_limits, load_model
 from chairlift.report.numbers import scaled
-from chairlift.report.tables import Columns, filled
+from chairlift.report.tables import Columns, number_table
 
 Summary = dict[str, Any]
 COLUMNS: Columns = (
@@ -38,13 +38,13 @@ COLUMNS: Columns = (
     ("floor_tok_s", "the floor's tok/s", "{:,.1f}"),
     ("floor_share", "of the floor", "{:.1%}"),
 )
-SHORT = 64  # the shortest context: an engine tries a step of some tokens when it is made
-WARM = 4  # full steps of each size that are not timed: what is compiled or fetched at first belongs to no size
-LEAST = WARM + 2  # tokens of an answer, the first of which comes with its prompt: one step is timed
+SHORT = 64  # least context: an engine runs a step of some tokens at start-up
+WARM = 4  # full steps of each size that are not timed, for compilation and caches
+LEAST = WARM + 2  # tokens of an answer with one timed step; the prefill samples the first
 
 
 def read_sizes(text: str) -> list[int]:
-    """Batch sizes from 1,2,4: each once, the smallest first.
+    """Parse batch sizes such as 1,2,4: sorted, without duplicates.
 
     >>> read_sizes("8,1,2,8")
     [1, 2, 8]
@@ -52,27 +52,27 @@ def read_sizes(text: str) -> list[int]:
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise ChairliftError(f"{text!r} are no batch sizes: give whole numbers with commas, such as 1,8,64") from None
+        raise ChairliftError(f"{text!r} are not batch sizes: give whole numbers with commas, such as 1,8,64") from None
     if found[0] < 1:
-        raise ChairliftError(f"{found[0]} is no batch size: use 1 or more")
+        raise ChairliftError(f"{found[0]} is not a batch size: use 1 or more")
     return found
 
 
 @dataclass(slots=True)
-class Timed:
-    """The full decode steps of one batch size."""
+class DecodeTotals:
+    """Totals over the full decode steps of one batch size."""
 
     size: int
     steps: int = 0
     seconds: float = 0.0
-    contexts: int = 0  # tokens whose keys and values were read, in all steps
+    contexts: int = 0  # tokens with keys and values read, over all steps
 
 
-class Watch:
-    """Adds up the steps in which the whole batch decodes; a step lasts from the end of the one before to its own."""
+class DecodeTimer:
+    """Adds up the steps that decode the whole batch; a step lasts from the end of the previous step to its own end."""
 
     def __init__(self, size: int) -> None:
-        self.timed = Timed(size)
+        self.timed = DecodeTotals(size)
         self._full = 0
         self._end = 0.0
 
@@ -97,7 +97,7 @@ def measure(
     notice: Callable[[str], None] = lambda _text: None,
     advance: Callable[[int], None] = lambda _tokens: None,
 ) -> Summary:
-    """Every size on one engine, the largest first, so that one that does not fit is found at once."""
+    """Measure every size on one engine, the largest first, so that a size that does not fit fails at once."""
     if output < LEAST:
         raise ChairliftError(
             f"answers of {counted(output, 'token')} are too short to time decoding: use {LEAST} or more"
@@ -125,8 +125,8 @@ def measure(
         timed = run(built.engine, size, prompt, output, loaded.config.vocab_size, advance)
         if timed.steps < output - 1 - WARM:
             raise ChairliftError(
-                f"{counted(size, 'sequence')} of {counted(prompt + output, 'token')} are never in the batch together, "
-                f"for the KV cache holds {counted(built.capacity.tokens, 'token')}: lower --sizes, --prompt or --output"
+                f"{counted(size, 'sequence')} of {counted(prompt + output, 'token')} do not fit in one batch: the "
+                f"KV cache holds {counted(built.capacity.tokens, 'token')}; lower --sizes, --prompt or --output"
             )
         found.append(timed)
     return summarize(found[::-1], built, rates.read_bytes_s) | {
@@ -138,12 +138,14 @@ def measure(
     }
 
 
-def run(engine: Engine, size: int, prompt: int, output: int, vocab_size: int, advance: Callable[[int], None]) -> Timed:
-    """That many requests of one length, to their end."""
+def run(
+    engine: Engine, size: int, prompt: int, output: int, vocab_size: int, advance: Callable[[int], None]
+) -> DecodeTotals:
+    """Run `size` requests of equal length to their end."""
     draw = Random(size)
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-    watch = Watch(size)
-    engine.on_step = watch
+    timer = DecodeTimer(size)
+    engine.on_step = timer
     engine.end_input()
     for number in range(size):
         ids = [draw.randrange(vocab_size) for _ in range(prompt)]
@@ -155,14 +157,14 @@ def run(engine: Engine, size: int, prompt: int, output: int, vocab_size: int, ad
                 raise ChairliftError(f"a request in a batch of {size} failed: {event.error}")
         advance(len(outcome))
     engine.on_step = None
-    return watch.timed
+    return timer.timed
 
 
-# ---- what was found
+# ---- results
 
 
-def summarize(found: Sequence[Timed], built: Built, read_bytes_s: float) -> Summary:
-    """All numbers. The floor of a step is the time to read all weights once and every context's keys and values."""
+def summarize(found: Sequence[DecodeTotals], built: Built, read_bytes_s: float) -> Summary:
+    """Return all numbers. A step's floor is the time to read all weights once, and the KV of every context."""
     config = built.config
     weights = sum(weights_of(config)) * config.dtype.itemsize
     rows = []
@@ -189,7 +191,7 @@ def summarize(found: Sequence[Timed], built: Built, read_bytes_s: float) -> Summ
 
 
 def title(summary: Summary) -> str:
-    """What was measured, in a line."""
+    """Return the setup in one line."""
     return (
         f"{summary['shape']}, {summary['dtype']} on {summary['device']}: prompts of "
         f"{counted(summary['prompt'], 'token')}, answers of {summary['output']:,}"
@@ -197,12 +199,12 @@ def title(summary: Summary) -> str:
 
 
 def sizes_table(summary: Summary) -> Table:
-    """One row for each size."""
+    """Return the table, with a row for each size."""
     weights, per_token = (scaled(summary[name], "B") for name in ("weight_bytes", "kv_bytes_per_token"))
-    return filled(
+    return number_table(
         title(summary),
         COLUMNS,
         [((), row) for row in summary["sizes"]],
-        f"steps in which the whole batch decodes; the floor: {weights} of weights once a step\n"
-        f"and {per_token} for each token seen, read at {scaled(summary['read_bytes_s'], 'B/s')} as measured",
+        f"steps that decode the whole batch; the floor: {weights} of weights per step\n"
+        f"and {per_token} per token of context, read at {scaled(summary['read_bytes_s'], 'B/s')} as measured",
     )

@@ -1,4 +1,4 @@
-"""`chairlift batch`: a file of requests to a file of answers."""
+"""`chairlift batch`: run a file of requests and write a file of answers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def batch(
         Path, typer.Argument(metavar="IN", help="Requests, as OpenAI's batch lines.", exists=True, dir_okay=False)
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Answers; those already there are kept, failed requests tried again.")
+        Path, typer.Argument(metavar="OUT", help="Answers; finished answers are kept, failed requests run again.")
     ],
     model: Model = DEFAULT_MODEL,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="The name of the model in IN (default: its own); set it for files made for another server."),
+        typer.Option(help="The model's name in IN (default: its own); set it for files made for another server."),
     ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Answer a file of requests; run it again to go on after an interruption, or to try failed requests again.
+    """Run a file of requests; run it again to continue after an interruption or to retry failed requests.
 
     The exit status is 1 when a request failed; OUT then has an error line for it.
     """
@@ -79,5 +79,7 @@ def batch(
             notes.print(f"  {failure}", markup=False)
         if more := tally.failed - len(tally.failures):
             notes.print(f"  and {more:,} more: each has an error line in {target}", markup=False)
-        notes.print(f"correct them in {source} and run this again: only failed requests are tried again", markup=False)
+        notes.print(
+            f"correct them in {source} and run the command again: only failed requests are retried", markup=False
+        )
         raise typer.Exit(1)

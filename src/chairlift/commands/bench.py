@@ -1,4 +1,4 @@
-"""`chairlift bench`: how fast it is, alone and beside other engines."""
+"""`chairlift bench`: speed, alone and beside other engines."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def offline(
     compare_python: Annotated[
         str | None, typer.Option(help="The Python interpreter that has the other engines, if it is not this one.")
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Runs of each engine, in turn; medians are shown.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option(help="Runs of each engine, interleaved; medians are shown.", min=1)] = 1,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each engine (default: all cores).", min=1)] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.", min=0)] = 0.0,
     profile_steps: Annotated[
-        bool, typer.Option("--profile-steps", help="Also tell what each step costs the host, by part.")
+        bool, typer.Option("--profile-steps", help="Also show the host's time per step, by part.")
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every run's numbers to this file, too.")
+        Path | None, typer.Option("--json", help="Also write every run's numbers to this file.")
     ] = None,
     *,
     model: str,
     settings: dict[str, Any],
 ) -> None:
-    """A workload given all at once: tokens and requests per second, how long answers take, what the machine allows."""
+    """Measure a workload submitted all at once: throughput, latency, and the share of the machine's limit reached."""
     from chairlift.bench.offline import Benchmark, offline_table, orientation, run_offline, summarize
     from chairlift.costs.steps import steps_table
     from chairlift.execution.build import choose_device
@@ -92,7 +92,7 @@ def offline(
 
 @app.command(cls=Command)
 def scheduler() -> None:
-    """What the scheduler itself costs in each step, however many requests wait."""
+    """Measure the scheduler's own time per step, by the number of waiting requests."""
     from chairlift.costs.scheduler import run, scheduler_table
 
     reports.show(scheduler_table(run()))
@@ -101,16 +101,19 @@ def scheduler() -> None:
 @app.command(cls=Command)
 def serve(
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the first the server lists.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model's name (default: the server's first).")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token.", show_default=False)] = None,
     endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="Prompts as token ids, or as chats of about that length.")
+        Literal["completions", "chat"],
+        typer.Option(help="completions sends prompts as token ids, chat as text of about that length."),
     ] = "completions",
     workload: Annotated[
         str, typer.Option(help="uniform, lognormal, uniform256, uniform512, single, prefill8k, cpu64, or a JSONL file.")
     ] = "uniform",
     requests: Annotated[
-        int | None, typer.Option(help="At most so many (default: all there are; 64 of uniform and lognormal).", min=1)
+        int | None, typer.Option(help="Largest number of requests (default: all; 64 of uniform and lognormal).", min=1)
     ] = None,
     prompt_tokens: reports.PromptTokens = "16..256",
     output_tokens: reports.OutputTokens = "16..256",
@@ -130,24 +133,28 @@ def serve(
         ),
     ] = "poisson",
     burstiness: reports.Burstiness = None,
-    duration: Annotated[float | None, typer.Option(help="Send only in the first so many seconds.", min=0)] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds to send for; later requests are not sent.", min=0)
+    ] = None,
     max_concurrency: Annotated[
         int | None,
-        typer.Option(help="Hold requests back while so many are under way; the wait counts in their times.", min=1),
+        typer.Option(help="Most requests in flight; the wait of held requests counts in their latency.", min=1),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.", min=0)] = 0.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Count answers within ttft:MS, tpot:MS or e2e:MS; repeatable, all must hold."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one answer; then it has failed.", min=0.001)] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until an unfinished answer counts as failed.", min=0.001)
+    ] = 600.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything, each request's times too, to this file.")
+        Path | None, typer.Option("--json", help="Write all numbers, with each request's times, to this file.")
     ] = None,
 ) -> None:
-    """Requests to any OpenAI-compatible server, each at its planned moment, answered or not: how long answers take.
+    """Measure any OpenAI-compatible server under open-loop load: each request is sent at its planned time.
 
-    Every time is measured from the moment a request was planned to leave.
+    Every latency is measured from the planned send time.
     """
     import asyncio
 
@@ -162,7 +169,7 @@ def serve(
     demand = Demand(
         workload, requests, *lengths, workload_seed, arrivals, rate, burstiness, duration, vocab_size=vocab_size
     )
-    plan = serve.Plan(
+    plan = serve.LoadPlan(
         url,
         demand.queries(),
         model,
@@ -175,29 +182,29 @@ def serve(
         seed=workload_seed,
     )
     if not plan.queries:
-        raise ChairliftError(f"no request leaves within {duration:g} s: give a longer --duration")
-    run = serve.Run(plan)
+        raise ChairliftError(f"no request is sent within {duration:g} s: give a longer --duration")
+    load_test = serve.LoadTest(plan)
     was_interrupted = False
     try:
-        freeze_loaded()  # a collection here would look like a gap in every answer
+        freeze_loaded()  # a collection would add a pause to every answer under measurement
         with progress_bar(len(plan.queries)) as tell, no_full_collections():
-            asyncio.run(run.go(tell))
+            asyncio.run(load_test.run(tell))
     except KeyboardInterrupt:
-        if not run.records:
+        if not load_test.records:
             raise
         was_interrupted = True
-    summary = serve_report.summarize(run.outcome(), targets)
+    summary = serve_report.summarize(load_test.result(), targets)
     reports.write_numbers(json_file, summary, indent=None)
     reports.show(serve_report.tables(summary))
     if was_interrupted:
         raise typer.Exit(130)
     if not summary["requests"]["ok"]:
-        raise ChairliftError("no request was answered: the reasons are above")
+        raise ChairliftError("no request succeeded: the reasons are above")
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[Progress], None]]:
-    """What shows how far a run is, on stderr where someone watches."""
+    """Show finished requests and speed on stderr, if it is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bar
 

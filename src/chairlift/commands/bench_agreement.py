@@ -1,4 +1,4 @@
-"""`chairlift bench agreement`: how near 16-bit answers are to transformers' own."""
+"""`chairlift bench agreement`: 16-bit answers compared with transformers'."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def agreement(
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16"],
-        typer.Option(help="Of both engines; on a CPU without 16-bit products, give few and short prompts."),
+        typer.Option(help="Dtype of both engines; on a CPU without 16-bit products, give few and short prompts."),
     ] = "bfloat16",
-    prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 32,
+    prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 64,
     tokens: Annotated[int, typer.Option(help="Length of each answer.", min=1)] = 64,
     json_file: JsonFile = None,
@@ -29,12 +29,12 @@ def agreement(
     model: str,
     settings: dict[str, Any],
 ) -> None:
-    """Greedy answers in 16 bits beside transformers', on the same weights: tokens, and errors against float32."""
+    """Compare greedy 16-bit answers with transformers' on the same weights: tokens, and errors against float32."""
     chosen = choose_shape(shape, model, settings, "MODEL")
     check_files(json_file)
     from chairlift.evaluation.agreement import agreement_table, measure, work
 
-    # Where a CPU has no 16-bit products, torch says so at length and takes a slow way that is as exact.
+    # On a CPU without 16-bit products torch warns at length and uses a slow path of the same accuracy.
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     settings["dtype"] = dtype
     with progress_bar(work(prompts, tokens)) as (notice, advance):

@@ -1,4 +1,4 @@
-"""`chairlift bench cache`: what the prefix cache costs, and how much of a recorded trace it finds."""
+"""`chairlift bench cache`: the prefix cache's own cost, and its hit rate on a recorded trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def cache(
         Path | None, typer.Option(help="Recorded requests in Mooncake's format: JSONL with timestamp and hash_ids.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw what is found in each size of the cache to this .svg or .png file.")
+        Path | None, typer.Option(help="Draw the hit rate by cache size to this .svg or .png file.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """What the prefix cache costs however much is in it and, on recorded requests, how much it finds.
+    """Measure the time of prefix cache operations by its size and, with --trace, its hit rate on recorded requests.
 
-    Eviction is compared with other rules, and with the best one there can be, which knows all that follows.
+    Eviction is compared with other rules, and with the optimal one, which knows all later requests.
     """
     from chairlift import __version__
     from chairlift.costs import prefix_cache as costs
@@ -31,7 +31,7 @@ def cache(
     from chairlift.simulation import cache as study
 
     if plot is not None and trace is None:
-        raise ChairliftError("--plot draws what is found in a trace: add --trace FILE")
+        raise ChairliftError("--plot draws the hit rate on a trace: add --trace FILE")
     check_picture(plot)
     check_files(plot, json_file)
     recorded = study.read_paths(trace) if trace is not None else None

@@ -1,4 +1,4 @@
-"""`chairlift bench chat`: what the prefix cache is worth to chat sessions."""
+"""`chairlift bench chat`: chat sessions with and without the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ def bench_chat(
     shape: Annotated[
         str | None, typer.Option(help="A model's shape with random weights, such as stories15m, in place of --model.")
     ] = None,
-    sessions: Annotated[int, typer.Option(help="Who all begin at once.", min=1)] = 64,
-    turns: Annotated[int, typer.Option(help="Questions of each, the next as soon as the last is answered.", min=1)] = 5,
-    system_tokens: Annotated[int, typer.Option(help="Length of the system prompt that all share.", min=0)] = 1000,
+    sessions: Annotated[int, typer.Option(help="Chat sessions, which all start at once.", min=1)] = 64,
+    turns: Annotated[
+        int, typer.Option(help="Questions per session, each sent as soon as the last is answered.", min=1)
+    ] = 5,
+    system_tokens: Annotated[
+        int, typer.Option(help="Length of the system prompt that all sessions share.", min=0)
+    ] = 1000,
     user_tokens: Annotated[int, typer.Option(help="Length of a question.", min=1)] = 30,
     answer_tokens: Annotated[int, typer.Option(help="Length of an answer.", min=1)] = 30,
     workload_seed: Annotated[int, typer.Option(help="Another seed draws other tokens.")] = 0,
@@ -28,7 +32,7 @@ def bench_chat(
     model: str,
     settings: dict[str, Any],
 ) -> None:
-    """The same chat sessions with the prefix cache and without: first tokens, prompt tokens computed, speed."""
+    """Compare chat sessions with and without the prefix cache: time to first token, computed prompt tokens, speed."""
     chosen = choose_shape(shape, model, settings)
     if not settings["prefix_cache"]:
         raise ChairliftError("every chat runs with the prefix cache and without: leave out --no-prefix-cache")
@@ -36,7 +40,7 @@ def bench_chat(
     from chairlift.bench.chat import Chat, chat_table, measure
 
     chat = Chat(sessions, turns, system_tokens, user_tokens, answer_tokens, workload_seed)
-    with progress_bar(2 * chat.answered) as (notice, advance):
+    with progress_bar(2 * chat.output_tokens) as (notice, advance):
         summary = measure(chosen, settings, chat, notice, advance)
     show(chat_table(summary))
     write_numbers(json_file, summary)

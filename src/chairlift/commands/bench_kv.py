@@ -1,4 +1,4 @@
-"""`chairlift bench kv`: what a KV cache of 8 bits costs and gives."""
+"""`chairlift bench kv`: accuracy, memory and speed of an 8-bit KV cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def kv(
         Path, typer.Argument(metavar="TEXT", help="A text file of some thousand words, for perplexity and prompts.")
     ],
     model: Model = DEFAULT_MODEL,
-    repeat: Annotated[int, typer.Option(help="Turns of decoding; medians are shown.", min=1)] = 5,
+    repeat: Annotated[int, typer.Option(help="Decode runs per dtype; medians are shown.", min=1)] = 5,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Perplexity, greedy tokens, memory and decode speed with keys and values in the model's dtype and in 8 bits."""
+    """Compare a KV cache in the model's dtype and in 8 bits: perplexity, greedy tokens, memory and decode speed."""
     from chairlift.evaluation.kv_accuracy import kv_table, measure
 
     try:

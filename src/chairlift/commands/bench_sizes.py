@@ -1,4 +1,4 @@
-"""`chairlift bench sizes`: decoding at several batch sizes."""
+"""`chairlift bench sizes`: decode speed at several batch sizes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def sizes(
     output: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="float32 on a CPU if auto.")
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto is float32 on a CPU.")
     ] = "auto",
-    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="Of keys and values.")] = "auto",
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="Dtype of the KV cache.")] = "auto",
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw speed by size to this .svg or .png file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed by batch size to this .svg or .png file.")] = None,
     from_json: Annotated[
         Path | None, typer.Option(help="Measure nothing: show and draw the numbers of an earlier --json.")
     ] = None,
 ) -> None:
-    """Tokens a second of full batches of several sizes, and their share of what reading memory alone would allow.
+    """Measure decode speed at several batch sizes, and its share of the limit that memory bandwidth sets.
 
-    The weights are random; nothing is fetched.
+    The weights are random; nothing is downloaded.
     """
     from chairlift.bench.sizes import measure, read_sizes, sizes_table, title
 
@@ -63,7 +63,7 @@ def sizes(
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The numbers of an earlier run."""
+    """Read the numbers of an earlier run."""
     from chairlift.bench.sizes import sizes_table
 
     try:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 HELP = """/reset  begin a new conversation
-/quit   leave (or Ctrl-D)
+/quit   quit (or Ctrl-D)
 /help   show this
-Ctrl-C  stop the answer; twice at the prompt: leave"""
+Ctrl-C  stop the answer; twice at the prompt: quit"""
 
 
 @with_settings
@@ -32,7 +32,7 @@ Ctrl-C  stop the answer; twice at the prompt: leave"""
 @with_model()
 def chat(
     context: typer.Context,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     *,
     model: str,
     sampling: GivenSampling,
@@ -58,7 +58,7 @@ def chat(
             case "/help":
                 notes.print(HELP, style="dim")
             case text if text.startswith("/") and " " not in text and "/" not in text[1:]:
-                notes.print(f"there is no command {text}; /help shows those there are", markup=False)
+                notes.print(f"there is no command {text}; /help lists all commands", markup=False)
             case text:
                 try:
                     conversation.answer(text)
@@ -67,7 +67,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, kept within what the model can see."""
+    """The messages so far, cut to fit the context."""
 
     def __init__(self, llm: LLM, system: str | None, params: SamplingParams) -> None:
         self._llm = llm
@@ -75,8 +75,8 @@ class Conversation:
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = []
         length = llm.capacity.max_length
-        # Room kept for the answer: forgetting an old turn is better than a new answer cut after a word.
-        self._longest = length - min(params.max_tokens or length, length // 4)
+        # The rest is room for the answer: dropping an old turn is better than cutting a new answer.
+        self._max_prompt = length - min(params.max_tokens or length, length // 4)
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -85,30 +85,30 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Stream the answer to a message; stopped or not, it becomes part of the conversation."""
         self._messages.append({"role": "user", "content": text})
-        said = ""
+        reply = ""
         speed = Speed()
         try:
             chunks = self._llm.stream(self._prompt(), self._params)
             with stoppable() as stopped, contextlib.closing(cast(Any, chunks)):
                 for chunk in speed.watch(chunks):
-                    said += chunk.text
+                    reply += chunk.text
                     write(chunk.text)
                     if stopped():
                         break
         except RequestError:
-            self._messages.pop()  # as if it had not been said
+            self._messages.pop()  # the conversation stays as it was before the rejected message
             raise
         write("\n")
-        self._messages.append({"role": "assistant", "content": said})
+        self._messages.append({"role": "assistant", "content": reply})
         notes.print(str(speed), style="dim")
 
     def _prompt(self) -> list[int]:
-        """The conversation in token ids; what no longer fits is dropped from its beginning, turn by turn."""
+        """Return the conversation's token ids, after dropping the oldest turns until it fits."""
         dropped = 0
         while True:
             ids = self._llm.chat_prompt(self._opening + self._messages)
             turn = next((i for i, message in enumerate(self._messages) if i and message["role"] == "user"), 0)
-            if len(ids) <= self._longest or not turn:
+            if len(ids) <= self._max_prompt or not turn:
                 break
             del self._messages[:turn]
             dropped += 1
@@ -118,7 +118,7 @@ class Conversation:
 
 
 def lines() -> Iterator[str]:
-    """What the user types, or the lines of a pipe."""
+    """Yield the lines typed at the prompt, or the lines of a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
@@ -136,7 +136,7 @@ def lines() -> Iterator[str]:
             if was_interrupted:
                 return
             was_interrupted = True
-            print("(press Ctrl-C again to leave)")
+            print("(press Ctrl-C again to quit)")
         else:
             was_interrupted = False
             yield line
@@ -144,7 +144,7 @@ def lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Any]:
-    """Turn Ctrl-C into a flag that is read between steps, so that the engine is never left in the middle of one."""
+    """Make Ctrl-C set a flag, which is read between steps, so that no step is interrupted."""
     pressed = False
 
     def press(_signal: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Every command's class: plain help, and errors in the words of the command line."""
+"""The class of every command: plain-text help, and errors that name flags."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from chairlift.core.vllm_names import flag_hint
 
 
 class Command(TyperCommand):
-    """A command whose errors name flags where Python's users would read names of settings."""
+    """A command with errors that name flags instead of settings."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Show the common options, or all where there are few."""
+        """Write the common options, or all options of a command without --help-all."""
         formatter.write(help_of(ctx, is_full=all(param.name != "help_all" for param in self.params)))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The arguments, as in the help."""
+        """Return the arguments, as in the help."""
         return usage_of(self)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the flags; one that vLLM has is answered with ours."""
+        """Parse the flags; the error for a flag of vLLM names ours."""
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # typer's own click or the installed one raises it: only its name is the same
+        except Exception as error:  # typer's bundled click or the installed one raises it: compare by name
             if type(error).__name__ == "NoSuchOption" and (hint := flag_hint(str(getattr(error, "option_name", "")))):
                 raise ChairliftError(hint) from None
             raise
@@ -46,19 +46,19 @@ class Group(TyperGroup):
     """A group of commands."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Show the commands, one sentence each."""
+        """Write the commands, one sentence each."""
         formatter.write(help_of(ctx, is_full=True))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows a group's name, as in the help."""
+        """Return the words after a group's name, as in the help."""
         return usage_of(self)
 
 
 def in_flags(message: str, params: Iterable[Any]) -> str:
-    """An error message with the flags of a command in place of the names of settings that they set.
+    """Replace names of settings in an error message with the command's flags.
 
-    A name with an underscore is a setting's wherever it is; a plain word (seed, device) only where a message begins
-    with it or tells the user to change it. What Python's users may write as None is a flag that is not given.
+    A name with an underscore is replaced everywhere; a plain word (seed, device) only at the start of the message or
+    after "lower", "raise", "leave" or "set". Advice to use None is removed: on the command line it is an absent flag.
     """
     for param in params:
         flag = next((name for name in param.opts if name.startswith("--")), None)

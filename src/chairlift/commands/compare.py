@@ -1,4 +1,4 @@
-"""`chairlift compare`: scheduling choices side by side, on the same requests."""
+"""`chairlift compare`: scheduling settings side by side, on the same requests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _CHOICES = {found.name: " ".join(found.metadata["choices"]) for _, found in opti
 
 
 def _axis(name: str, help: str) -> Any:
-    """A flag that may be given several times: each value is another line of the grid."""
+    """Return a repeatable flag, one axis of the grid of runs."""
     return typer.Option(help=f"{help}: {_CHOICES.get(name, '')}; repeatable.", rich_help_panel="The grid")
 
 
 @with_settings
 @with_model("")
 def compare(
-    batching: Annotated[list[str] | None, _axis("batching", "When the batch takes new requests")] = None,
+    batching: Annotated[list[str] | None, _axis("batching", "When requests join the batch")] = None,
     prefill: Annotated[list[str] | None, _axis("prefill", "How prompts share a step with decodes")] = None,
-    policy: Annotated[list[str] | None, _axis("policy", "Who goes next")] = None,
-    predictor: Annotated[list[str] | None, _axis("predictor", "How the length of an answer is guessed")] = None,
-    preemption: Annotated[list[str] | None, _axis("preemption", "What one that yields its memory loses")] = None,
+    policy: Annotated[list[str] | None, _axis("policy", "Order in which requests are admitted")] = None,
+    predictor: Annotated[list[str] | None, _axis("predictor", "How the length of an answer is predicted")] = None,
+    preemption: Annotated[list[str] | None, _axis("preemption", "How a preempted sequence gets its KV back")] = None,
     naive: Annotated[
         bool,
         typer.Option("--naive", help="Also run transformers' generate on padded batches.", rich_help_panel="The grid"),
@@ -39,11 +39,13 @@ def compare(
     workload: Annotated[
         str,
         typer.Option(
-            help="halves, lognormal12, homogeneous, tenants, flood, priorities, deadlines, longprompt, or one that "
-            "`chairlift bench` knows: uniform, lognormal, cpu64, a JSONL file."
+            help="halves, lognormal12, homogeneous, tenants, flood, priorities, deadlines, longprompt, or one of "
+            "`chairlift bench`: uniform, lognormal, cpu64, a JSONL file."
         ),
     ] = "halves",
-    requests: Annotated[int | None, typer.Option(help="How many (default: the workload's own number).", min=1)] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Number of requests (default: the workload's own).", min=1)
+    ] = None,
     prompt_tokens: reports.PromptTokens = "16..256",
     output_tokens: reports.OutputTokens = "16..256",
     workload_seed: reports.TrafficSeed = 0,
@@ -54,45 +56,48 @@ def compare(
         str, typer.Option(help="poisson, constant, burst, or a recording, which gives the lengths too.")
     ] = "poisson",
     burstiness: reports.Burstiness = None,
-    duration: Annotated[float | None, typer.Option(help="Ask only in the first so many seconds.", min=0)] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds to submit for; later requests are dropped.", min=0)
+    ] = None,
     deadline: Annotated[
-        float, typer.Option(help="Of deadlines: seconds to the tightest; others have 2, 4 and 8 times as long.", min=0)
+        float,
+        typer.Option(
+            help="Shortest deadline of the workload deadlines, in seconds; others are 2, 4 and 8 times as long.", min=0
+        ),
     ] = 2.0,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="What every request says it may take, where lengths are hidden (default: a bit more).", min=1
+            help="max_tokens of every request with --hidden-lengths (default: above the longest answer).", min=1
         ),
     ] = None,
     rehearse: Annotated[
-        int, typer.Option(help="As many requests first that are not measured, so that a predictor has learned.", min=0)
+        int, typer.Option(help="Requests to run first, unmeasured, so that a predictor has learned.", min=0)
     ] = 0,
-    only: Annotated[
-        str | None, typer.Option(help="Only this tenant's requests: what it would have if it were alone.")
-    ] = None,
+    only: Annotated[str | None, typer.Option(help="Run this tenant's requests alone, as a baseline.")] = None,
     lengths_are_known: Annotated[
         bool | None,
         typer.Option(
             "--known-lengths/--hidden-lengths",
-            help="Whether max_tokens is an answer's true length (default: where only the batching is compared).",
+            help="Whether max_tokens is an answer's true length (default: known where only the batching is compared).",
         ),
     ] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(help="Seats in the batch (default: 16, and 17 for longprompt).", min=1)
+        int | None, typer.Option(help="Sequences in one batch (default: 16, and 17 for longprompt).", min=1)
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Runs of each cell, in turn; medians are shown.", min=1)] = 1,
+    repeat: Annotated[int, typer.Option(help="Runs of each cell, interleaved; medians are shown.", min=1)] = 1,
     output: Annotated[Path | None, typer.Option(help="Draw pictures and write numbers.json in this folder.")] = None,
     picture: Annotated[Literal["svg", "png"], typer.Option(help="The pictures' format.")] = "svg",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything, each request and step too, to this file.")
+        Path | None, typer.Option("--json", help="Write all numbers, with each request and step, to this file.")
     ] = None,
     *,
     model: str,
     settings: dict[str, Any],
 ) -> None:
-    """Run one workload with every combination of scheduling choices, on this machine, and show the differences.
+    """Run one workload with every combination of scheduling settings on this machine, and compare them.
 
-    How long an answer becomes is hidden from the scheduler, as in life; only the oracle predictor knows.
+    Answer lengths are hidden from the scheduler, as in production; only the oracle predictor knows them.
     """
     from chairlift.bench import compare_report
     from chairlift.bench.compare import Comparison

@@ -1,4 +1,4 @@
-"""`chairlift explain`: why a request waits, or how far it has come."""
+"""`chairlift explain`: why a request waits, or how many tokens it has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.core.errors import ChairliftError
 if TYPE_CHECKING:
     from chairlift.bench.http import Reply
 
-_TIMEOUT = 30.0  # seconds; the server answers sooner, if only to say that its engine does not
+_TIMEOUT = 30.0  # seconds; the server answers sooner, even when its engine does not
 
 
 def explain(
@@ -22,15 +22,15 @@ def explain(
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="As in the reply's header X-Request-Id, the id of its chunks, or your own request_id.",
+            help="The reply's X-Request-Id header, the id of its chunks, or the request_id that you sent.",
         ),
     ],
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(help="The key that sent it, or an administrator's.", show_default=False)
+        str | None, typer.Option(help="The API key that sent the request, or an administrator's.", show_default=False)
     ] = None,
 ) -> None:
-    """Why a request waits, or how far it has come."""
+    """Show why a request waits, or how many tokens it has."""
     import asyncio
 
     reply = asyncio.run(_ask(url, f"/v1/requests/{quote(request_id, safe='')}", api_key))

@@ -1,4 +1,4 @@
-"""The help of each command, in plain text: whole words at any width, brackets as they were written.
+"""The help of each command, in plain text: whole words at any width, brackets as written.
 
 A command with many options has two helps: `--help` shows the common options, one clause each, and `--help-all` shows
 all options in full.
@@ -17,9 +17,9 @@ import typer
 from chairlift.core.settings import options
 
 WIDEST = 100  # columns: longer lines are hard to read
-_NAMES = 30  # columns at most for the names of options; a longer name has a line of its own
+_NAMES = 30  # most columns for the names of options; a longer name gets its own line
 _WRITTEN = re.compile(r"(?P<names>-.*?)(?: <(?P<new>.+)>| \[(?P<choices>.+)\]| (?P<old>[A-Z][A-Z ]*))?")
-# What stands for a value, by what typer calls its type: in small letters since 0.20 or so, in capitals before.
+# Placeholder of a value by typer's name of its type: lower case since about 0.20, upper case before.
 _KINDS = {
     "str": "TEXT",
     "list[str]": "TEXT",
@@ -34,16 +34,16 @@ _KINDS = {
     "FLOAT RANGE": "NUMBER",
 }
 
-# The settings that `--help` shows, in a line each; the others are shown by `--help-all`.
+# The settings that `--help` shows, one line each; only `--help-all` shows the others.
 COMMON_SETTINGS = {
     "device": "auto, cpu, cuda or cuda:N",
     "dtype": "auto, float32, bfloat16 or float16",
     "generation_config": "auto (the model's own sampling values) or none",
     "max_length": "Longest sequence (default: the model's own)",
-    "kv_tokens": "Size of the KV cache (default: what memory allows)",
+    "kv_tokens": "Size of the KV cache (default: all that fits)",
     "kv_dtype": "auto, int8 or fp8; 8 bits hold twice the tokens",
     "memory_share": "Share of memory to use, above 0 and up to 1",
-    "max_sequences": "Sequences in the batch at once",
+    "max_sequences": "Sequences in one batch",
     "step_tokens": "Tokens in one forward pass",
     "target_tpot": "Longest step, such as 50ms, instead of --step-tokens",
     "policy": "Order of requests: fcfs, priority, sjf, fair, ...",
@@ -77,7 +77,7 @@ HelpAll = Annotated[
 
 
 def help_of(context: typer.Context, *, is_full: bool) -> str:
-    """The help of a command or of a group of commands, as wide as the terminal."""
+    """Format the help of a command or group, as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     command: Any = context.command
     lines = _wrapped(f"Usage: {context.command_path} {' '.join(usage_of(command))}", width, "")
@@ -92,7 +92,7 @@ def help_of(context: typer.Context, *, is_full: bool) -> str:
 
 
 def usage_of(command: Any) -> list[str]:
-    """What may follow a command's name."""
+    """Return the words that may follow a command's name."""
     pieces = ["[OPTIONS]"]
     for param in command.params:
         if param.param_type_name == "argument":
@@ -107,7 +107,7 @@ def _metavar(argument: Any) -> str:
 
 
 def _sections(context: typer.Context, is_full: bool) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Titles, each with the names and texts below it."""
+    """Yield section titles, each with its entries: names and text."""
     command: Any = context.command
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for param in command.get_params(context):
@@ -129,12 +129,12 @@ def _is_rare(param: Any) -> bool:
 
 
 def _entry(param: Any, context: typer.Context, is_full: bool) -> tuple[str, str]:
-    """The names of an option or argument as they are typed, and its text."""
+    """Return the names of an option or argument as typed, and its text."""
     text = param.help or ""
     if param.param_type_name == "argument":
         return _metavar(param), text
-    written, told = param.get_help_record(context)
-    added = told.removeprefix(text).strip()  # the default and the range, in brackets
+    written, full_text = param.get_help_record(context)
+    added = full_text.removeprefix(text).strip()  # the default and the range, in brackets
     if param.is_flag:
         added = re.sub(r"default: [\w-]+", f"default: {'on' if param.default else 'off'}", added)
     found = _WRITTEN.fullmatch(written)
@@ -154,7 +154,7 @@ def _entry(param: Any, context: typer.Context, is_full: bool) -> tuple[str, str]
 
 
 def first_clause(text: str) -> str:
-    """The beginning of a help text, without when to change it.
+    """Return a help text up to its first semicolon or full stop.
 
     >>> first_clause("Where to listen; 0.0.0.0 opens it to the network."), first_clause("One. Two.")
     ('Where to listen', 'One')
@@ -167,7 +167,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _two_columns(entries: Iterable[tuple[str, str]], left: int, width: int) -> Iterator[str]:
-    """Names on the left, texts on the right; no word is cut."""
+    """Yield lines with names on the left and texts on the right, broken between words."""
     for name, text in entries:
         lines = _wrapped(text, width, " " * left) or [""]
         if len(name) + 4 <= left:

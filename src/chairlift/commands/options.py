@@ -1,4 +1,4 @@
-"""Flags that several commands share, made from the settings themselves so that each is written down once."""
+"""Flags that several commands share, generated from the settings so that each is defined once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from chairlift.core.settings import Settings, options
 if TYPE_CHECKING:
     from chairlift.defaults import SamplingDefaults
 
-DEFAULT_MODEL = "smollm2-135m"  # models.sources has it too, but importing that would import torch; a test compares
+DEFAULT_MODEL = "smollm2-135m"  # also in models.sources, whose import is slow (torch); a test compares the two
 
 _MODEL_HELP = f"A short name, a folder, a .gguf file, or org/name on the Hugging Face hub (default: {DEFAULT_MODEL})."
 Model = Annotated[str, typer.Option("--model", "-m", metavar="NAME", help=_MODEL_HELP, show_default=False)]
 Command = Callable[..., Any]
-ALIASES = {"step_tokens": ("--max-batch-tokens",)}  # what others call it
+ALIASES = {"step_tokens": ("--max-batch-tokens",)}  # names in other engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class Flag:
     help: str
 
 
-# Those that are not given are the model's own values, and where it has none, these: for a person at a terminal less
-# wild and longer than the API's, which are OpenAI's.
+# Defaults at a terminal where the model has none: less random and longer than the API's, which are OpenAI's.
 TERMINAL: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7}
 SAMPLING = (
     Flag("max_tokens", int | None, None, "Longest answer (default: the model's own, or 1024)."),
@@ -45,15 +44,15 @@ SAMPLING = (
         "temperature",
         float | None,
         None,
-        "0 always takes the likeliest token; 1 is the model's own spread (default: what the model's makers recommend, "
-        "or 0.7).",
+        "Sampling temperature (default: the model's own, or 0.7); 0 takes the likeliest token, 1 samples from the "
+        "model's own distribution.",
     ),
     Flag("top_p", float | None, None, "Keep only the likeliest tokens that together have this probability."),
-    Flag("top_k", int | None, None, "Keep only so many of the likeliest tokens; 0 keeps all."),
+    Flag("top_k", int | None, None, "Keep only this many of the likeliest tokens; 0 keeps all."),
     Flag("min_p", float | None, None, "Drop tokens less likely than this share of the likeliest one."),
-    Flag("repetition_penalty", float | None, None, "Above 1, tokens that have occurred become less likely."),
-    Flag("seed", int | None, None, "The same seed gives the same answer (default: another each time)."),
-    Flag("stop", list[str], [], "End the answer before this text; may be given several times."),
+    Flag("repetition_penalty", float | None, None, "Above 1, tokens that have occurred already become less likely."),
+    Flag("seed", int | None, None, "The same seed gives the same answer (default: random)."),
+    Flag("stop", list[str], [], "End the answer before this text; repeatable."),
 )
 
 
@@ -64,19 +63,19 @@ class GivenSampling:
     values: dict[str, Any]
 
     def on(self, defaults: SamplingDefaults) -> SamplingParams:
-        """What they are for a model: a flag wins over the model's own value, and that over ours."""
+        """Merge with a model's defaults: a flag overrides the model's value, which overrides TERMINAL."""
         return SamplingParams(**{**TERMINAL, **defaults.values, **self.values})
 
     @staticmethod
     def of(flags: dict[str, Any]) -> GivenSampling:
-        """Those of the flags that were given; a value that cannot work is refused before a model is loaded."""
+        """Keep the flags that were given; an invalid value is rejected before a model is loaded."""
         given = {name: value for name, value in flags.items() if value not in (None, [])}
         SamplingParams(**given)
         return GivenSampling(given)
 
 
 def with_model(default: str = DEFAULT_MODEL) -> Callable[[Command], Command]:
-    """Give a command its model, which a user may name as the argument MODEL or with --model, as the keyword `model`."""
+    """Add the argument MODEL and the flag --model to a command, which gets the keyword `model`."""
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
     option = Annotated[str | None, typer.Option("--model", "-m", metavar="NAME", help="The same as MODEL.")]
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -96,9 +95,9 @@ def with_model(default: str = DEFAULT_MODEL) -> Callable[[Command], Command]:
 
 
 def with_settings(command: Command) -> Command:
-    """Give a command a flag for each engine setting; it gets them together, as the keyword `settings`.
+    """Add a flag for each engine setting to a command, which gets all of them as the keyword `settings`.
 
-    A flag that the command has already keeps its meaning there: `--seed` of a single answer is that answer's own.
+    A flag that the command already has keeps its meaning: `--seed` of `run` is the seed of that answer.
     """
     taken = inspect.signature(command).parameters
     flags = []
@@ -121,7 +120,7 @@ def with_settings(command: Command) -> Command:
 
 
 def with_sampling(command: Command) -> Command:
-    """Give a command the sampling flags; it gets those that were given, as the keyword `sampling`."""
+    """Add the sampling flags to a command, which gets the given ones as the keyword `sampling`."""
     flags = [_parameter(flag.name, flag.kind, flag.default, flag.help, "Sampling") for flag in SAMPLING]
     return _gather(command, flags, "sampling", GivenSampling.of)
 
@@ -135,14 +134,14 @@ def _parameter(name: str, kind: Any, default: Any, help: str, panel: str) -> ins
 
 
 def _timed(flag: inspect.Parameter) -> inspect.Parameter:
-    """The same flag, written with or without a unit."""
+    """Make a flag accept a time with or without a unit."""
     _, shown = get_args(flag.annotation)
     shown.parser, shown.metavar = duration, "TIME"
     return flag.replace(annotation=Annotated[float | None, shown])
 
 
 def duration(text: str | float) -> float:
-    """Seconds: a number, or one with the unit ms or s.
+    """Read seconds: a number, or a number with the unit ms or s.
 
     >>> duration("50ms"), duration("2s"), duration("0.5")
     (0.05, 2.0, 0.5)
@@ -155,13 +154,13 @@ def duration(text: str | float) -> float:
                 return float(text.removesuffix(unit)) * factor
             except ValueError:
                 break
-    raise typer.BadParameter(f"{text!r} is no time: use 50ms, 2s, or a number of seconds")
+    raise typer.BadParameter(f"{text!r} is not a time: use 50ms, 2s, or a number of seconds")
 
 
 def _gather(
     command: Command, flags: Iterable[inspect.Parameter], keyword: str, make: Callable[[dict[str, Any]], Any]
 ) -> Command:
-    """The command with the flags in its signature in place of the keyword they are gathered into."""
+    """Replace a command's keyword with flags in its signature; their values are passed to it as that keyword."""
     flags = list(flags)
 
     @functools.wraps(command)
@@ -171,8 +170,8 @@ def _gather(
 
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.name != keyword]
-    own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]  # they are given by name
-    parameters = [*flags, *own] if keyword == "model" else [*own, *flags]  # in the order of the help
+    own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]  # typer passes them by name
+    parameters = [*flags, *own] if keyword == "model" else [*own, *flags]  # the help shows them in this order
     gathered.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     gathered.__annotations__ = {each.name: each.annotation for each in parameters}
     return gathered

@@ -1,4 +1,4 @@
-"""`chairlift profile`: what this machine can do, measured, for a reader and as JSON."""
+"""`chairlift profile`: the machine's measured speeds and a model's step times, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 def profile(
     shape: Annotated[
         str,
-        typer.Option(help="Whose matrices and steps: qwen3-0.6b, llama-3.1-8b, ..., or a folder with a config.json."),
+        typer.Option(help="A model's shape: qwen3-0.6b, llama-3.1-8b, ..., or a folder with a config.json."),
     ] = DEFAULT_MODEL,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="The file to write (default: profile.json where fetched models are kept).")
+        Path | None, typer.Option(help="The file to write (default: profile.json beside the downloaded models).")
     ] = None,
 ) -> None:
-    """Measure what this machine can do: reading, multiplying, launching, copying, and a model's steps.
+    """Measure this machine: memory bandwidth, matrix products, kernel launches, copies, and a model's step times.
 
-    The weights are random; nothing is fetched.
+    The weights are random; nothing is downloaded.
     """
     from chairlift.core.settings import Settings
     from chairlift.costs.machine import measure_machine
@@ -53,7 +53,7 @@ def profile(
 
 
 def tables(machine: Machine, shape: str) -> list[Table]:
-    """The machine, and its products by matrix and rows."""
+    """Return the table of the machine's speeds and the table of its matrix products."""
     from chairlift.report.numbers import scaled
     from chairlift.report.tables import table
 
@@ -64,7 +64,7 @@ def tables(machine: Machine, shape: str) -> list[Table]:
     for label, value, unit in (
         ("copies to the device at", machine.to_device_bytes_s, "B/s"),
         ("copies to the host at", machine.to_host_bytes_s, "B/s"),
-        ("pays for a launch", machine.launch_s, "s"),
+        ("launches a kernel in", machine.launch_s, "s"),
     ):
         if value is not None:
             facts.append((label, scaled(value, unit)))
@@ -72,10 +72,10 @@ def tables(machine: Machine, shape: str) -> list[Table]:
         cost = machine.cost
         facts += [
             None,
-            (f"a step of {shape}, whatever is in it", scaled(cost.fixed + cost.weights, "s")),
+            (f"fixed time of a step of {shape}", scaled(cost.fixed + cost.weights, "s")),
             ("each token of a large step", scaled(cost.token, "s")),
-            ("a thousand cached tokens that a decode reads", scaled(1000 * cost.context, "s")),
-            ("moving a block of the cache to the host", scaled(cost.block_copy, "s")),
+            ("a thousand cached tokens read by decodes", scaled(1000 * cost.context, "s")),
+            ("copying a KV block to the host", scaled(cost.block_copy, "s")),
         ]
     rates = {(each.matrix, each.rows): each.flops_s for each in machine.products}
     rows = sorted({each.rows for each in machine.products})
@@ -90,5 +90,5 @@ def tables(machine: Machine, shape: str) -> list[Table]:
     columns = ("matrix", *(f"{count:,}" for count in rows))
     return [
         table(head, ("", ""), facts, is_centered=True, has_header=False),
-        table(f"{shape}: FLOP/s of a product with so many rows", columns, products, is_centered=True),
+        table(f"{shape}: FLOP/s of a product by number of rows", columns, products, is_centered=True),
     ]

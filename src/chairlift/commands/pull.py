@@ -1,4 +1,4 @@
-"""`chairlift pull`: fetch a model, so that a later run starts at once."""
+"""`chairlift pull`: download a model ahead of its first run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from chairlift.commands.options import with_model
 
 @with_model()
 def pull(*, model: str) -> None:
-    """Fetch a model and print the path of its file or folder."""
+    """Download a model and print the path of its file or folder."""
     from chairlift.models.sources import resolve
 
     print(resolve(model, progress=True))

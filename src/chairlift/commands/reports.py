@@ -1,4 +1,4 @@
-"""What the commands that measure share: their flags, a bar while they run, tables, numbers in a file, and pictures."""
+"""Parts that the measuring commands share: flags, a progress bar, tables, JSON files and checks of pictures."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from chairlift.commands.options import DEFAULT_MODEL
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file, too.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
 PromptTokens = Annotated[
     str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
 ]
-OutputTokens = Annotated[str, typer.Option(help="Answer lengths, in the same way.")]
-TrafficSeed = Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and moments.")]
+OutputTokens = Annotated[str, typer.Option(help="Answer lengths, in the same format.")]
+TrafficSeed = Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and arrival times.")]
 Burstiness = Annotated[
-    float | None, typer.Option(help="Of burst's gamma gaps: 1 is Poisson, less comes in clumps (default: 0.25).")
+    float | None,
+    typer.Option(help="Shape of burst's gamma-distributed gaps: 1 is Poisson, less is burstier (default: 0.25)."),
 ]
 _KINDS = (".svg", ".png")
 
 
 def choose_shape(shape: str | None, model: str, settings: dict[str, Any], flag: str = "--model") -> str:
-    """The model to load: the one that was named, or the shape of one with random weights."""
+    """Return the model to load: MODEL, or the shape, which gets random weights."""
     if shape and model:
         raise ChairliftError(f"--shape and {flag} exclude each other: give one")
     if shape:
@@ -38,23 +39,23 @@ def choose_shape(shape: str | None, model: str, settings: dict[str, Any], flag: 
 
 
 def check_files(*files: Path | None) -> None:
-    """Refuse files that cannot be written, before anything is measured."""
+    """Raise for files that cannot be written, before anything is measured."""
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise ChairliftError(f"{file} cannot be written: there is no such folder")
 
 
 def check_picture(file: Path | None) -> None:
-    """Refuse a file that cannot become a picture."""
+    """Raise for a file that is not a picture, or if matplotlib is missing."""
     if file is None:
         return
     if file.suffix not in _KINDS:
-        raise ChairliftError(f"{file} is no picture: let its name end in {' or '.join(_KINDS)}")
+        raise ChairliftError(f"{file} is not a picture: use a name that ends in {' or '.join(_KINDS)}")
     need_matplotlib("--plot", "leave it out for the numbers alone")
 
 
 def need_matplotlib(flag: str, without: str) -> None:
-    """Refuse to draw where matplotlib is missing."""
+    """Raise if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ChairliftError(
             f"{flag} draws with matplotlib, which is not installed: pip install 'chairlift[plots]'; {without}"
@@ -62,13 +63,13 @@ def need_matplotlib(flag: str, without: str) -> None:
 
 
 def write_numbers(file: Path | None, summary: dict[str, Any], indent: int | None = 2) -> None:
-    """Write all numbers as JSON, where a file was named."""
+    """Write all numbers as JSON, if a file was given."""
     if file is not None:
         file.write_text(json.dumps(summary, indent=indent) + "\n")
 
 
 def show(table: Any) -> None:
-    """Print a table whole, however narrow a pipe claims to be."""
+    """Print a table, 160 columns wide if stdout is not a terminal."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -76,17 +77,17 @@ def show(table: Any) -> None:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """What shows the run under way and how far all of them are, on stderr where someone watches."""
+    """Show the current run and the progress of all runs on stderr; without a terminal, only each run's name."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    is_seen = sys.stderr.isatty()
-    with Progress(*columns, console=notes, transient=True, disable=not is_seen) as bar:
+    is_terminal = sys.stderr.isatty()
+    with Progress(*columns, console=notes, transient=True, disable=not is_terminal) as bar:
         task = bar.add_task("", total=total)
 
         def notice(text: str) -> None:
             bar.update(task, description=text)
-            if not is_seen:
+            if not is_terminal:
                 notes.print(text, style="dim", markup=False)
 
         yield notice, lambda count: bar.advance(task, count)

@@ -1,4 +1,4 @@
-"""`chairlift run`: one prompt, one answer, on stdout and nothing else there."""
+"""`chairlift run`: answer one prompt; stdout has the answer and nothing else."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ def run(
     model: Model = DEFAULT_MODEL,
     chat: Annotated[
         bool | None,
-        typer.Option(
-            "--chat/--raw", help="Through the chat template, or as it stands (default: chat if there is one)."
-        ),
+        typer.Option("--chat/--raw", help="Apply the chat template, or not (default: apply it if the model has one)."),
     ] = None,
-    n: Annotated[int, typer.Option(help=f"How many answers, with a line {SEPARATOR} between them.")] = 1,
+    n: Annotated[int, typer.Option(help=f"Number of answers, with a line {SEPARATOR} between them.")] = 1,
     *,
     sampling: GivenSampling,
     settings: dict[str, Any],
@@ -42,8 +40,8 @@ def run(
     params = replace(sampling.on(llm.defaults), n=n)
     speed = Speed()
     answers = [""] * n
-    for chunk in speed.watch(llm.stream(as_asked(llm, text, chat), params)):
-        if chunk.index == 0:  # the first as it comes, the others when it is complete
+    for chunk in speed.watch(llm.stream(to_prompt(llm, text, chat), params)):
+        if chunk.index == 0:  # the first answer is streamed, the others are printed when all are complete
             write(chunk.text)
         answers[chunk.index] += chunk.text
     write("\n")
@@ -54,7 +52,7 @@ def run(
 
 
 def read_prompt(given: str | None) -> str:
-    """The argument, or stdin without the newline that ends it."""
+    """Return the argument, or stdin without its last newline."""
     if given is None and sys.stdin.isatty():
         raise RequestError('there is no prompt: give one, as in chairlift run "Why is the sky blue?", or pipe it in')
     text = sys.stdin.read().removesuffix("\n") if given in (None, "-") else given
@@ -63,8 +61,8 @@ def read_prompt(given: str | None) -> str:
     return text
 
 
-def as_asked(llm: LLM, text: str, chat: bool | None) -> Prompt:
-    """The prompt as one message of a chat, or plain."""
+def to_prompt(llm: LLM, text: str, chat: bool | None) -> Prompt:
+    """Return the prompt as one chat message, or as plain text."""
     if chat is None:
         chat = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
     return llm.chat_prompt([{"role": "user", "content": text}]) if chat else text

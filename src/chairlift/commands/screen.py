@@ -1,4 +1,4 @@
-"""What the terminal commands share: answers on stdout, everything else on stderr, and how fast it was."""
+"""Terminal output that several commands share: answers on stdout; notes, progress and speed on stderr."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
-# A model may write escape sequences, which a terminal would obey.
+# A model may write escape sequences, which a terminal would execute.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def begin_loading(model: str, settings: dict[str, Any], *, is_told: bool) -> None:
-    """Check the settings, say what is loaded, and fetch it if it must be, before the import of torch takes seconds."""
+    """Check the settings, print the model's name and download it, before the import of torch takes seconds."""
     Settings.of(**settings)
     if is_told:
         notes.print(f"loading {model}", style="dim", markup=False)
@@ -35,22 +35,22 @@ def begin_loading(model: str, settings: dict[str, Any], *, is_told: bool) -> Non
 
 
 def open_llm(model: str, settings: dict[str, Any], *, is_told: bool | None = None) -> LLM:
-    """Load a model, with its progress on stderr where someone watches."""
+    """Load a model, with progress on stderr if it is a terminal."""
     begin_loading(model, settings, is_told=sys.stderr.isatty() if is_told is None else is_told)
     from chairlift.llm import LLM
 
-    settings = {"seed": secrets.randbits(31), **settings}  # a person who asks twice wants two answers
+    settings = {"seed": secrets.randbits(31), **settings}  # at a terminal, asking again should give another answer
     return LLM(model, progress=sys.stderr.isatty(), **settings)
 
 
 def write(text: str) -> None:
-    """Show a piece of an answer at once."""
+    """Write a piece of an answer and flush it."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 class Speed:
-    """Counts an answer's tokens and times as it streams by."""
+    """Counts the tokens of a streamed answer and measures its times."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -59,7 +59,7 @@ class Speed:
         self._reason: str | None = None
 
     def watch(self, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-        """The same chunks, counted."""
+        """Yield the chunks unchanged, counting them."""
         for chunk in chunks:
             self._last = time.monotonic()
             if not self._tokens:

@@ -16,11 +16,11 @@ from chairlift.commands.screen import begin_loading, notes
 @with_model()
 def serve(
     host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 opens it to the network: set API keys then.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens the server to the network: set API keys then.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free port.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name in the API (default: as given here).")
+        str | None, typer.Option(help="The model's name in the API (default: as given).")
     ] = None,
     api_keys: Annotated[
         Path | None,
@@ -29,18 +29,18 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="One key that clients must send, an administrator's. Every user of this machine can see it in ps: use "
+            help="An administrator's key that clients must send. Every user of this machine can see it in ps: use "
             "--api-keys where that matters.",
             metavar="KEY",
         ),
     ] = None,
     api_workers: Annotated[
-        int, typer.Option(help="HTTP processes; more help when one core cannot write all streams.", min=1, max=64)
+        int, typer.Option(help="HTTP processes; raise it when one core cannot write all streams.", min=1, max=64)
     ] = 1,
     max_waiting: Annotated[
         int,
         typer.Option(
-            help="Requests that may wait for a first token; beyond it they get 429. Raise it for job bursts.", min=1
+            help="Requests that may wait for a first token; further ones get 429. Raise it for bursts of jobs.", min=1
         ),
     ] = 4096,
     max_waiting_tokens: Annotated[
@@ -54,12 +54,13 @@ def serve(
     max_wait: Annotated[
         float,
         typer.Option(
-            help="Seconds: a request whose first token is predicted to take longer gets 429. Lower it to your latency "
-            "target, raise it for clients that would rather wait."
+            help="Longest predicted wait for a first token in seconds; requests beyond it get 429. Lower it to your "
+            "latency target, raise it for clients that prefer to wait."
         ),
     ] = 60.0,
     request_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for a request that names no timeout of its own (default: none).")
+        float | None,
+        typer.Option(help="Seconds until a request without a timeout of its own is aborted (default: none)."),
     ] = None,
     grace: Annotated[
         float, typer.Option(help="Seconds to finish running requests after SIGTERM; match your orchestrator's.")
@@ -68,22 +69,23 @@ def serve(
         float, typer.Option(help="Largest request body in MiB; raise it for very long prompts.")
     ] = 8,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin whose pages may call this server; repeatable, * for all.")
+        list[str] | None, typer.Option(help="A web origin that may call this server; repeatable, * for all.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="A certificate chain, to serve HTTPS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="A certificate chain file, to serve HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The private key file of --tls-cert.")] = None,
     metrics_compat: Annotated[
         Literal["vllm"] | None, typer.Option(help="Also expose metrics under vLLM's names, for existing dashboards.")
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(help="Where to send OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
+        typer.Option(help="URL that receives OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
     ] = None,
     log_format: Annotated[
         Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")
     ] = "auto",
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="info has a line for every request.")
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="Lowest level that is logged; info has a line for every request."),
     ] = "info",
     *,
     model: str,
@@ -94,22 +96,22 @@ def serve(
     from chairlift.core.settings import Settings
     from chairlift.serving.keys import digest_of
 
-    chosen = Settings.of(**settings)  # a wrong value is refused here, before a process is started
+    chosen = Settings.of(**settings)  # rejects a wrong value before a process is started
     if chosen.scheduling.batching == "static":
         raise SettingsError(
-            "static batches wait until they are full, and a server never knows whether anybody else will come: use "
-            "--batching dynamic, which waits for --batch-window at most"
+            "--batching static waits until the batch is full, which may never happen in a server: use --batching "
+            "dynamic, which waits for --batch-window at most"
         )
     if (tls_cert is None) != (tls_key is None):
         raise SettingsError("--tls-cert and --tls-key go together: give both or neither")
     for file in (tls_cert, tls_key):
         if file is not None and not file.is_file():
-            raise SettingsError(f"{file} is not there: give --tls-cert and --tls-key files that are")
+            raise SettingsError(f"{file} does not exist: give existing files as --tls-cert and --tls-key")
     if not max_wait > 0:
         raise SettingsError(f"--max-wait is {max_wait:g}: use seconds above 0")
     if request_timeout is not None and request_timeout <= 0:
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
-    digest = None if api_key is None else digest_of(api_key)  # a key that cannot be one is refused before loading
+    digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     begin_loading(model, settings, is_told=True)
     from chairlift.serving.plan import Plan
     from chairlift.serving.server import run

@@ -1,4 +1,4 @@
-"""From settings to a scheduler: the same one serves and simulates."""
+"""Build a scheduler from settings, for serving and for simulation alike."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def assemble_scheduler(
     prefix_cache: PrefixCache | None = None,
     window: int = 0,
 ) -> Scheduler:
-    """A scheduler as the settings want it, over these blocks on the device and in host memory."""
+    """Build the scheduler that the settings describe, over these blocks on the device and in host memory."""
     return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache, window=window)
 
 
 def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: Cost) -> dict[str, Any]:
-    """All that a scheduler is made of besides its limits and its blocks."""
+    """Return a scheduler's keyword arguments: policy, gate, prefill, preemption, predictor, budget and cost."""
     predictor = PREDICTORS[settings.predictor](limits.max_length)
     target = settings.target_tpot
     return {
@@ -47,7 +47,7 @@ def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: C
 
 
 def reads_cost(settings: SchedulingSettings) -> bool:
-    """Whether anything chosen depends on how long steps take."""
+    """Whether a chosen setting uses the cost model."""
     return (
         settings.target_tpot is not None
         or settings.policy == "deadline"

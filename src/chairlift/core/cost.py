@@ -1,38 +1,38 @@
-"""How long a step takes: the model behind latency budgets, preemption by cost, and simulation."""
+"""The cost model of a step's duration, for latency budgets, preemption by cost, and simulation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_RATE = 0.1  # of the error of each step is taken as news
-_SANE = 4.0  # a step that took so many times what was expected was held up by something else
+_RATE = 0.1  # share of each step's prediction error that corrects the model
+_SANE = 4.0  # times the prediction: a longer step was delayed by something else and counts as this long
 
 
 @dataclass(slots=True)
 class Work:
-    """What a step does, in numbers."""
+    """The work of a step, as the cost model counts it."""
 
-    tokens: int = 0  # through the linear layers
+    tokens: int = 0  # input tokens of the linear layers
     context: int = 0  # cached tokens that decodes read
-    pairs: int = 0  # of a prompt's token and one before it
+    pairs: int = 0  # (prompt token, earlier token or itself), for attention
 
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds of a step: a fixed part, the weights' bytes or the tokens' arithmetic, and attention.
+    """Seconds of a step: a fixed part, the larger of reading the weights and computing the tokens, and attention.
 
-    The figures start from what the hardware was measured or is said to do; `learn` corrects them by each step that ran.
+    The coefficients start from measured or published hardware figures; `learn` corrects them with each finished step.
     """
 
     fixed: float = 1e-3
-    weights: float = 0.0  # to read them once, however few tokens there are
+    weights: float = 0.0  # to read them once, however few tokens the step has
     token: float = 1e-4
     context: float = 0.0
     pair: float = 0.0
     block_copy: float = 1e-4  # to move one block between the device and the host
 
     def seconds(self, work: Work) -> float:
-        """How long a step with this work takes."""
+        """Predict the seconds of a step with this work."""
         return (
             self.fixed
             + max(self.weights, self.token * work.tokens)
@@ -41,11 +41,11 @@ class Cost:
         )
 
     def prompt_seconds(self, tokens: int, start: int = 0) -> float:
-        """To compute so many tokens of a prompt behind `start` others."""
+        """Predict the seconds to prefill `tokens` prompt tokens after the first `start`."""
         return self.seconds(Work(tokens, 0, pairs_of(start, tokens)))
 
     def tokens_within(self, seconds: float, work: Work, start: int) -> int:
-        """How many tokens of a prompt, behind `start` others of it, fit a step that has this work and may take so long.
+        """Return how many more prompt tokens, from position `start`, fit in a step of `seconds` that has `work` now.
 
         >>> Cost(fixed=0.01, token=0.001).tokens_within(0.03, Work(tokens=5), start=0)
         15
@@ -58,13 +58,13 @@ class Cost:
 
     @property
     def knee(self) -> int:
-        """The step size whose tokens cost at most a quarter more than in the largest step."""
+        """The smallest step, in tokens, whose cost per token is within 25% of the largest step's."""
         if not self.token:
             return 0
         return int(max(4 * self.fixed / self.token, 1.25 * self.weights / self.token))
 
     def learn(self, work: Work, seconds: float) -> None:
-        """A step with this work took so long: each part is corrected in proportion to what it had in the prediction."""
+        """Correct each coefficient by a finished step, in proportion to its part in the prediction."""
         if seconds <= 0:
             return
         expected = self.seconds(work)
@@ -76,7 +76,7 @@ class Cost:
         if not squares:
             return
         gain = error / squares
-        # One that contributed all takes all of the error; a part that was not there learns nothing.
+        # A part that made up the whole prediction takes the whole error; a part that was 0 stays as it is.
         self.fixed = max(0.0, self.fixed * (1 + gain * self.fixed))
         if is_bound:
             self.weights = max(0.0, self.weights * (1 + gain * linear))
@@ -87,5 +87,5 @@ class Cost:
 
 
 def pairs_of(start: int, count: int) -> int:
-    """How many (token, earlier token or itself) pairs `count` tokens behind `start` others make."""
+    """Count the (token, earlier token or itself) pairs of `count` tokens from position `start`."""
     return count * start + count * (count + 1) // 2

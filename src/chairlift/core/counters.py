@@ -1,4 +1,4 @@
-"""Counters: how requests have fared."""
+"""Counters of requests, preemptions and prompt tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """How requests have fared: submitted = live + finished + aborted + rejected + failed, at every moment."""
+    """Totals since the start: submitted = live + finished + aborted + rejected + failed, at every moment."""
 
     submitted: int = 0
     finished: int = 0
@@ -15,6 +15,6 @@ class Counters:
     rejected: int = 0
     failed: int = 0
     preemptions: int = 0
-    idle_plans: int = 0  # that computed nothing though requests could run and nothing was in flight
-    prompt_tokens: int = 0  # of those that took a seat
-    cached_tokens: int = 0  # of these, what the prefix cache had
+    idle_plans: int = 0  # plans without a slice while requests could run and no step was in flight
+    prompt_tokens: int = 0  # of admitted requests
+    cached_tokens: int = 0  # of these, found in the prefix cache

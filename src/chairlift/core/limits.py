@@ -1,4 +1,4 @@
-"""Limits: what a step and a sequence may take at most, and the refusal of what could never run."""
+"""Limits: the largest batch, step and sequence, and the rejection of requests that can never run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from chairlift.core.errors import ContextLengthError, RequestError, SettingsErro
 from chairlift.core.params import ALL, SamplingParams
 from chairlift.core.request import Request
 
-_MOST_SCORES = 1 << 24  # log-probabilities of one request that asks for the whole vocabulary's: some 4 GB
+_MOST_SCORES = 1 << 24  # log-probabilities of one request with logprobs of the whole vocabulary: some 4 GB
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step and a sequence may take at most."""
+    """The largest batch, step and sequence."""
 
     max_sequences: int  # in the batch at once
     step_tokens: int  # in one forward pass
@@ -28,16 +28,16 @@ class Limits:
         if self.step_tokens < self.max_sequences:
             raise SettingsError(
                 f"step_tokens is {self.step_tokens}, less than max_sequences {self.max_sequences}: "
-                "each running sequence needs one token a step; raise the first or lower the second"
+                "each running sequence needs one token a step; raise step_tokens or lower max_sequences"
             )
 
     def longest(self, request: Request) -> int:
-        """The most tokens that a sequence of it may have."""
-        wanted = request.params.max_tokens
-        return self.max_length if wanted is None else min(self.max_length, len(request.prompt) + wanted)
+        """Return the largest number of tokens, prompt included, that a sequence of the request may have."""
+        max_tokens = request.params.max_tokens
+        return self.max_length if max_tokens is None else min(self.max_length, len(request.prompt) + max_tokens)
 
     def truncate(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """The prompt's last tokens, if a request wants no more of it; -1 leaves room for max_tokens.
+        """Return the prompt's last truncate_prompt_tokens tokens; -1 keeps as many as leave room for max_tokens.
 
         >>> Limits(1, 8, 8, 100).truncate([1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(truncate_prompt_tokens=3))
         [7, 8, 9]
@@ -46,14 +46,14 @@ class Limits:
         return prompt if keep is None or len(prompt) <= keep else prompt[-keep:]
 
     def kept(self, params: SamplingParams) -> int | None:
-        """How many of a prompt's last tokens a request wants at most; None: all of them."""
+        """Return the number of last prompt tokens that truncate_prompt_tokens keeps; None keeps all."""
         if params.truncate_prompt_tokens != ALL:
             return params.truncate_prompt_tokens
-        room = min(params.max_tokens or 1, self.max_length // 2)  # an answer that fills the context leaves half
+        room = min(params.max_tokens or 1, self.max_length // 2)  # at least half of the context stays for the prompt
         return self.max_length - max(1, room)
 
     def check(self, request: Request) -> None:
-        """Refuse what could never run, with a RequestError."""
+        """Raise RequestError for a request that can never run."""
         self.check_prompt(request.prompt, request.params)
         params = request.params
         if params.width > self.max_sequences:
@@ -70,7 +70,7 @@ class Limits:
         self._check_scores(request)
 
     def check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse a prompt that could never run, whatever else its request asks for."""
+        """Raise RequestError for a prompt that can never run, whatever its sampling parameters."""
         if not prompt:
             raise RequestError("the prompt is empty: give at least one token")
         if len(prompt) >= self.max_length:
@@ -82,11 +82,11 @@ class Limits:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"{name} holds token id {token}, but the model's ids go from 0 to {self.vocab_size - 1}: "
-                    "use its own tokenizer"
+                    "use the model's tokenizer"
                 )
 
     def _check_choices(self, request: Request) -> None:
-        """Refuse what leaves too few tokens to choose from, as far as that is known before the first is chosen."""
+        """Raise RequestError where the parameters alone leave too few tokens to sample from."""
         params, stops = request.params, request.stop_ids
         name = "n" if params.best_of is None else "best_of"
         if params.use_beam_search and params.width > self.vocab_size - len(stops):
@@ -101,12 +101,12 @@ class Limits:
             )
 
     def _check_scores(self, request: Request) -> None:
-        """Refuse log-probabilities of the whole vocabulary for more tokens than memory has room for."""
+        """Raise RequestError for log-probabilities of the whole vocabulary at more positions than fit in memory."""
         params = request.params
         scored = params.width * (self.longest(request) - len(request.prompt)) if params.logprobs == ALL else 0
         scored += len(request.prompt) if params.prompt_logprobs == ALL else 0
         if scored * self.vocab_size > _MOST_SCORES:
             raise RequestError(
-                f"logprobs of all {self.vocab_size:,} tokens are asked for at {scored:,} places, and at most "
+                f"logprobs of all {self.vocab_size:,} tokens are asked for at {scored:,} positions, and at most "
                 f"{_MOST_SCORES // self.vocab_size:,} fit in memory: lower max_tokens, or ask for up to 64 alternatives"
             )

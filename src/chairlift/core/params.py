@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token is chosen and when to stop, checked once when it is made."""
+"""SamplingParams: how tokens are sampled and when generation stops, checked once at construction."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 
 from chairlift.core.errors import RequestError
 
-COLDEST = 1e-5  # temperatures below it are greedy: logits that differ at all would be further apart than any noise
-ALL = -1  # of logprobs: every token of the vocabulary; of truncate_prompt_tokens: as many tokens as fit
+MIN_TEMPERATURE = 1e-5  # lower ones are greedy: dividing by them puts unequal logits further apart than any noise
+ALL = -1  # in logprobs: every token of the vocabulary; in truncate_prompt_tokens: as many tokens as fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What one request asks of the sampler; the defaults sample from the model's own distribution.
+    """The sampling parameters of one request; the defaults sample from the model's own distribution.
 
     >>> SamplingParams(temperature=0, max_tokens=32).is_greedy
     True
     """
 
     n: int = 1
-    best_of: int | None = None  # answers to make, of which the n likeliest are given (default: n)
-    use_beam_search: bool = False  # look for the likeliest answers in `best_of` beams, with no randomness
-    length_penalty: float = 1.0  # of beams: above 0 favours long answers, below 0 short ones
-    early_stopping: bool | str = False  # of beams: True ends with `best_of` answers, "never" when none can be better
+    best_of: int | None = None  # answers to generate, of which the n likeliest are returned (default: n)
+    use_beam_search: bool = False  # search for the likeliest answers with `best_of` beams, with no randomness
+    length_penalty: float = 1.0  # of beam scores: above 0 favours long answers, below 0 short ones
+    early_stopping: bool | str = (
+        False  # of beam search: True ends at `best_of` answers, "never" when no beam can improve
+    )
     temperature: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
     top_p: float = 1.0
@@ -45,21 +47,23 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True  # False leaves the answer's text empty
-    logprobs: int | None = None  # how many alternatives beside the chosen token; 0: the chosen one alone; -1: all
+    logprobs: int | None = None  # alternatives per sampled token; 0: the sampled token alone; -1: the whole vocabulary
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None  # keep only so many of the prompt's last tokens; -1: as many as fit
+    truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as many as fit
     # In process only: functions of (output ids, logits) or (prompt ids, output ids, logits) that return the logits.
     logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __post_init__(self) -> None:
-        # Normal forms, so that nothing downstream asks "string or list?" again.
+        # Tuples everywhere, so that no reader has to ask "string or list?" again.
         for name in ("stop", "bad_words", "stop_token_ids"):
-            object.__setattr__(self, name, _listed(name, getattr(self, name)))
-        object.__setattr__(self, "logits_processors", _listed("logits_processors", self.logits_processors))
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        object.__setattr__(self, "logits_processors", _as_tuple("logits_processors", self.logits_processors))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         if not isinstance(self.logit_bias or {}, Mapping):
-            raise RequestError(f"logit_bias is {self.logit_bias!r}, not a mapping: give token ids and what to add")
+            raise RequestError(
+                f"logit_bias is {self.logit_bias!r}, not a mapping: give token ids and the number to add to each logit"
+            )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 
@@ -113,7 +117,7 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, not True or False")
         if not self.detokenize and self.stop:
             raise RequestError(
-                "detokenize is False, and stop strings are looked for in the text: use stop_token_ids, or leave one out"
+                "detokenize is False, and stop strings are matched in the text: use stop_token_ids, or leave one out"
             )
         if self.truncate_prompt_tokens is not None:
             remedy = "use 1 or more, or -1 for as many tokens as fit"
@@ -130,7 +134,7 @@ class SamplingParams:
             raise RequestError(f"early_stopping is {self.early_stopping!r}: use True, False or 'never'")
         if not self.use_beam_search:
             return
-        wanted = {
+        unsupported = {
             "stop": self.stop,
             "bad_words": self.bad_words,
             "logit_bias": self.logit_bias,
@@ -139,30 +143,30 @@ class SamplingParams:
             "penalties": self.has_penalties,
             "logits_processors": self.logits_processors,
         }
-        if refused := [name for name, value in wanted.items() if value]:
+        if refused := [name for name, value in unsupported.items() if value]:
             raise RequestError(
-                f"use_beam_search goes by the model's own probabilities and has no use for {', '.join(refused)}: "
+                f"use_beam_search ranks by the model's own probabilities and does not support {', '.join(refused)}: "
                 "leave one of them out"
             )
 
     @property
     def width(self) -> int:
-        """How many answers are made."""
+        """The number of sequences to generate."""
         return self.best_of or self.n
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, with no randomness."""
-        return self.temperature < COLDEST
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    """One string, several entries or None, as a tuple."""
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """Convert one string, a list or None to a tuple."""
     if isinstance(value, str):
         return (value,)
     try:
@@ -172,7 +176,9 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _token_ids(name: str, values: Sequence[Any]) -> None:
-    if values and (set(map(type, values)) != {int} or min(values) < 0):  # looking at each would take ten times as long
+    if values and (
+        set(map(type, values)) != {int} or min(values) < 0
+    ):  # checking each id in Python takes ten times as long
         for token in values:
             _whole(f"a token id in {name}", token, 0, "use ids of the model's vocabulary")
 
@@ -192,7 +198,7 @@ def _number(name: str, value: object, low: float, high: float, remedy: str) -> N
 
 
 def _shown(value: object) -> str:
-    """The value for a message; Python refuses to print whole numbers of thousands of digits."""
+    """Format a value for an error; Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a whole number of {value.bit_length()} bits"
     return repr(value)
@@ -201,5 +207,5 @@ def _shown(value: object) -> str:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # of a whole number that no float can hold
+    except OverflowError:  # an integer that no float can hold
         return False

@@ -1,4 +1,4 @@
-"""How long will this answer be: guesses that policies order by, and how well they have held so far."""
+"""Predicted answer lengths, which policies order requests by, and their measured correlation with the true lengths."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from zlib import crc32
 
 from chairlift.core.request import Request
 
-WINDOW = 256  # finished requests that the correlation is taken over
-ENOUGH = 32  # finished requests before it is first taken
-STRIDE = 128  # finished requests until it is taken again: its sorts cost as much as twenty predictions
-REMEMBERED = 1 << 14  # guesses kept for requests under way; those of aborted ones leave by age
-BUCKETS = 4096  # values that each feature knows at most
+WINDOW = 256  # finished requests that the correlation covers
+ENOUGH = 32  # finished requests before it is first computed
+STRIDE = 128  # finished requests between computations: its sorts cost as much as twenty predictions
+REMEMBERED = 1 << 14  # predictions kept for unfinished requests; aborted requests are dropped as the oldest
+BUCKETS = 4096  # most values kept per feature
 
-_DOUBT = 1.645  # standard errors below 0: chance alone gets there one time in twenty
-_PRIOR = math.log(256)  # before anything is learned all are alike but for their caps, so that arrival decides
-_MEMORY = 48  # a bucket averages over about so many answers and no more: it follows a drift
+_DOUBT = 1.645  # standard errors below 0, reached by chance one time in twenty
+_PRIOR = math.log(256)  # equal for all requests before the first lesson, apart from max_tokens, so that arrival decides
+_MEMORY = 48  # answers that a bucket's running average covers, so that it follows a drift
 _STEP = [1 / (count + 1) for count in range(_MEMORY)] + [1 / _MEMORY]
-_BAND = [count.bit_length() for count in range(_MEMORY + 1)]  # counts of 1, 2-3, 4-7, ... are trusted alike
-_RATE = 0.07  # of learning how far to trust: in some tens of answers
+_BAND = [count.bit_length() for count in range(_MEMORY + 1)]  # counts of 1, 2-3, 4-7, ... have one share each
+_RATE = 0.07  # learning rate of the shares: they settle within some tens of answers
 
 Features = tuple[int, ...]
 
 
 class Predictor(Protocol):
-    """Guesses the lengths of answers and is told what came."""
+    """Predicts answer lengths and learns from the true ones."""
 
     def predict(self, request: Request) -> int:
-        """The expected number of output tokens, 1 or more; asked when a request comes."""
+        """Return the expected number of output tokens, 1 or more; called when a request arrives."""
         ...
 
     def learn(self, request: Request, length: int) -> None:
-        """An answer ended by itself or at its limit, after so many output tokens."""
+        """Learn from an answer that stopped or reached its limit after `length` output tokens."""
         ...
 
     @property
     def correlation(self) -> float | None:
-        """Spearman's, between predicted and true lengths of the last finished requests; None while unknown."""
+        """Spearman's correlation of predicted and true lengths of the last finished requests; None while unknown."""
         ...
 
     @property
     def is_trusted(self) -> bool:
-        """False while it is seen to be worse than chance: the order of arrival is better then."""
+        """False while predictions are worse than chance; arrival order is better then."""
         ...
 
 
-class Model(Protocol):
-    """What makes a predictor's guesses; the features of a request are taken once, for the guess and for the lesson."""
+class LengthModel(Protocol):
+    """The part of a predictor that guesses; a request's features are computed once, for `guess` and `learn`."""
 
     def features(self, request: Request) -> Features: ...
     def guess(self, request: Request, features: Features) -> int: ...
@@ -58,7 +58,7 @@ class Model(Protocol):
 
 
 class Scored:
-    """A predictor: a model, and the score of what it guessed when requests came against what became of them.
+    """A predictor: a length model, and the correlation of its predictions with the true lengths.
 
     >>> predictor = Scored(Oracle(max_length=100))
     >>> for length in range(1, 33):
@@ -69,59 +69,59 @@ class Scored:
     (1.0, True)
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LengthModel) -> None:
         self.correlation: float | None = None
         self.is_trusted = True
         self._model = model
-        self._guesses: OrderedDict[str, tuple[int, Features]] = OrderedDict()
-        self._guessed: deque[int] = deque(maxlen=WINDOW)
-        self._came: deque[int] = deque(maxlen=WINDOW)
+        self._pending: OrderedDict[str, tuple[int, Features]] = OrderedDict()  # prediction and features by request id
+        self._predicted: deque[int] = deque(maxlen=WINDOW)
+        self._actual: deque[int] = deque(maxlen=WINDOW)
         self._finished = 0
 
     def predict(self, request: Request) -> int:
-        """The model's guess, kept until the request finishes."""
+        """Return the model's guess and keep it until the request finishes."""
         features = self._model.features(request)
         length = self._model.guess(request, features)
-        guesses = self._guesses
-        guesses[request.id] = (length, features)
-        if len(guesses) > REMEMBERED:
-            guesses.popitem(last=False)
+        pending = self._pending
+        pending[request.id] = (length, features)
+        if len(pending) > REMEMBERED:
+            pending.popitem(last=False)
         return length
 
     def learn(self, request: Request, length: int) -> None:
-        """Score the guess and tell the model; of a request's several answers the first to end is scored."""
-        kept = self._guesses.pop(request.id, None)
+        """Record the true length and train the model; with n > 1, the request's first finished answer is recorded."""
+        kept = self._pending.pop(request.id, None)
         if kept is None:
             self._model.learn(request, self._model.features(request), length)
             return
         self._model.learn(request, kept[1], length)
-        self._guessed.append(kept[0])
-        self._came.append(length)
+        self._predicted.append(kept[0])
+        self._actual.append(length)
         self._finished += 1
-        # At fixed counts, not when somebody asks: that metrics are read must not change what a policy does.
+        # At fixed counts, not on read: reading metrics must not change what a policy does.
         if self._finished % STRIDE == ENOUGH:
             self._score()
 
     def _score(self) -> None:
-        self.correlation = spearman(self._guessed, self._came)
-        # An order by chance costs no more than that of arrival, on average; one that is upside down does. So it takes
-        # evidence to distrust, and no more than its absence to trust again.
-        least = -_DOUBT / math.sqrt(len(self._came) - 1)
+        self.correlation = spearman(self._predicted, self._actual)
+        # A random order costs no more than arrival order, on average; a reversed order does. So distrust needs
+        # evidence of a negative correlation, and ends as soon as the evidence does.
+        least = -_DOUBT / math.sqrt(len(self._actual) - 1)
         self.is_trusted = self.correlation is None or self.correlation > least
 
 
 class MaxTokens:
-    """As long as it may be: max_tokens, or what the context leaves."""
+    """Predicts the limit: max_tokens, or the rest of the context."""
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
 
     def features(self, request: Request) -> Features:
-        """None."""
+        """Return no features."""
         return ()
 
     def guess(self, request: Request, features: Features) -> int:
-        """The limit."""
+        """Return the limit."""
         return _limit(request, self.max_length)
 
     def learn(self, request: Request, features: Features, length: int) -> None:
@@ -129,30 +129,30 @@ class MaxTokens:
 
 
 class Oracle(MaxTokens):
-    """The truth, where an experiment knows it; else as long as it may be."""
+    """Predicts the true length where an experiment knows it, else the limit."""
 
     def guess(self, request: Request, features: Features) -> int:
-        """The known length, within the limit."""
+        """Return the known length, within the limit."""
         limit = _limit(request, self.max_length)
         return limit if request.known_length is None else max(1, min(request.known_length, limit))
 
 
 class _Table:
-    """One feature: what each of its values adds to the log length, and how far such additions have been right.
+    """One feature: the correction of the log length for each of its values, and the share of it to apply.
 
-    A bucket is the running average of the residuals that came with its value, and their count. Of what it says, the
-    estimate takes a share that is learned for buckets of like counts, where others choose a shrinkage: a feature that
-    tells nothing, or nothing until it has seen eight answers, is not listened to until then.
+    A bucket holds the running average of a value's residuals, and their count. The estimate adds a share of that
+    average, learned per band of counts instead of a fixed shrinkage: the share of a feature without information, or
+    without any until eight answers, stays near 0 until then.
     """
 
     __slots__ = ("buckets", "shares")
 
     def __init__(self) -> None:
-        self.buckets: OrderedDict[int, tuple[float, int]] = OrderedDict()  # the least recently seen first
+        self.buckets: OrderedDict[int, tuple[float, int]] = OrderedDict()  # least recently updated first
         self.shares = [0.5, 0.5]  # by band
 
     def learn(self, key: int, residual: float) -> float:
-        """Take in what the features before this one leave to explain; the rest is for those behind it."""
+        """Learn from the residual of the features before this one; return the residual for the next feature."""
         buckets = self.buckets
         bucket = buckets.get(key)
         if bucket is None:
@@ -164,23 +164,25 @@ class _Table:
         shares, band = self.shares, _BAND[count]
         share = shares[band]
         rest = residual - value * share
-        share += _RATE * value * rest / (1.0 + value * value)  # downhill on rest², in steps that cannot overshoot
+        share += (
+            _RATE * value * rest / (1.0 + value * value)
+        )  # gradient descent on rest², in steps that cannot overshoot
         shares[band] = 0.0 if share < 0.0 else 1.0 if share > 1.0 else share
         value += (residual - value) * _STEP[count]
         if count < _MEMORY:
             count += 1
             if _BAND[count] == len(shares):
-                shares.append(shares[-1])  # older than any before
+                shares.append(shares[-1])  # the first bucket of this band
         buckets[key] = (value, count)
         buckets.move_to_end(key)
         return rest
 
 
 class History:
-    """What requests like it got: a sum of features in the log domain, learned as answers end.
+    """Predicts from finished answers: a sum of feature corrections in the log domain, learned online.
 
-    The estimate is the average of all answers, and what each feature's table adds to it, one after the other. A table
-    learns what those before it leave unexplained, so that features which tell the same do not count twice.
+    The estimate is the average of all answers plus the correction of each feature's table, in order. A table learns
+    the residual of the tables before it, so that correlated features do not count twice.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -188,18 +190,18 @@ class History:
         self._most = math.log(max_length)
         self._average = _PRIOR
         self._count = 0
-        self._tables = [_Table() for _ in range(8)]  # one for each of the features
+        self._tables = [_Table() for _ in range(8)]  # one per feature
 
     def features(self, request: Request) -> Features:
-        """What may tell the length of an answer, from a fixed few of the prompt's tokens."""
+        """Return the request's features; they read a bounded number of prompt tokens."""
         prompt = request.prompt
         size = len(prompt)
-        # Not hash(), which differs from process to process for strings and for None; for whole numbers it does not.
+        # crc32, since hash() of strings and None differs between processes; hash() of integers does not.
         tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
         endpoint = crc32(request.endpoint.encode("utf-8", "surrogatepass"))
         head = hash(tuple(prompt[:32]))
         octave = size.bit_length()
-        depth = 1 << octave >> 2 if octave < 12 else 1024  # not in the later half: what is new is there
+        depth = 1 << octave >> 2 if octave < 12 else 1024  # the later half is new in each request
         return (
             tenant,
             hash((endpoint, request.params.max_tokens or 0)),
@@ -207,12 +209,12 @@ class History:
             hash(tuple(prompt[depth >> 3 : depth : depth >> 3 or 1])),  # a long system prompt, a conversation
             hash(tuple(prompt[-8:])),  # "in one word, please"
             hash((tenant, head)),
-            (size**8).bit_length(),  # eighths of an octave: on Azure's conversations they tell more than octaves
+            (size**8).bit_length(),  # eighths of an octave: they predict better than octaves on Azure's conversations
             hash((tenant, octave)),
         )
 
     def guess(self, request: Request, features: Features) -> int:
-        """The estimate, within what the request allows."""
+        """Return the estimate, within the request's min_tokens and limit."""
         limit = _limit(request, self.max_length)
         if _runs_to_limit(request):
             return limit
@@ -223,12 +225,12 @@ class History:
         return length if length < limit else limit
 
     def learn(self, request: Request, features: Features, length: int) -> None:
-        """Move the average and the request's buckets toward what came."""
+        """Move the average and the request's buckets toward the true length."""
         seen = math.log(length) if length > 1 else 0.0
         if length >= _limit(request, self.max_length):
             if _runs_to_limit(request):
-                return  # its length was never in doubt
-            # It was cut, so it would have been at least so long; if that was the estimate, nothing speaks against it.
+                return  # the length was known beforehand
+            # The answer was cut at its limit, so it is at least that long: learn only if the estimate was shorter.
             seen = max(seen, self._estimate(features))
         residual = seen - self._average
         self._average += residual * _STEP[self._count]
@@ -247,11 +249,11 @@ class History:
 
 
 def _limit(request: Request, max_length: int) -> int:
-    """The most output tokens a request may get."""
+    """Return the largest number of output tokens that the request may generate."""
     room = max_length - len(request.prompt)
-    wanted = request.params.max_tokens
-    if wanted is not None and wanted < room:
-        return wanted
+    max_tokens = request.params.max_tokens
+    if max_tokens is not None and max_tokens < room:
+        return max_tokens
     return room if room > 1 else 1
 
 
@@ -261,7 +263,7 @@ def _runs_to_limit(request: Request) -> bool:
 
 
 def spearman(left: Sequence[int], right: Sequence[int]) -> float | None:
-    """The correlation of ranks, ties sharing their average; None where one side is all the same.
+    """Return Spearman's rank correlation, with ties at their average rank; None if all values of one side are equal.
 
     >>> spearman([1, 2, 3, 4], [10, 20, 20, 90])
     0.9486832980505138
@@ -272,7 +274,7 @@ def spearman(left: Sequence[int], right: Sequence[int]) -> float | None:
 
 
 def _ranks(values: Sequence[int]) -> list[int]:
-    """Each value's rank, doubled and counted from the middle."""
+    """Return each value's rank, doubled and centred on 0."""
     ordered = sorted(values)
     last = dict(zip(ordered, range(len(ordered)), strict=True))
     ordered.reverse()

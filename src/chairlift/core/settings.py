@@ -1,6 +1,6 @@
-"""Settings: a small tree of frozen dataclasses that is at once the Python API, the command line and the config file.
+"""Settings: a small tree of frozen dataclasses that defines the Python API, the command line and the config file.
 
-Each has a sentence on when to change it; where there is none to write, we choose for the user.
+Each setting has a help sentence on when to change it. A value that no user would change is a constant instead.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from chairlift.core.vllm_names import setting_hint
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field with the sentence that tells a user when to change it."""
+    """Return a field with its help: what the setting is, and when to change it."""
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
 def seconds(default: float | None, help: str) -> Any:
-    """A field in seconds, which the command line also takes as 50ms or 2s."""
+    """Return a field in seconds, which the command line also takes as 50ms or 2s."""
     return field(default=default, metadata={"help": help, "choices": (), "is_time": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Which model, where and how precise."""
+    """The model's device, dtype, length and sampling defaults."""
 
-    device: str = option("auto", "cpu, cuda or cuda:N; change it to leave the first GPU to others.")
+    device: str = option(
+        "auto", "cpu, cuda or cuda:N (auto: the first GPU, or the CPU); change it to run on another GPU."
+    )
     dtype: str = option(
         "auto",
-        "float32 on a CPU and the model's own on a GPU; change it to trade accuracy for memory.",
+        "auto is float32 on a CPU and the model's own dtype on a GPU; change it to trade accuracy for memory.",
         ("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
         "auto",
-        "dummy makes random weights from the config alone: to measure speed without a download.",
+        "dummy makes random weights from the config alone; use it to measure speed without a download.",
         ("auto", "dummy"),
     )
     max_length: int | None = option(
@@ -50,29 +52,30 @@ class ModelSettings:
     )
     generation_config: str = option(
         "auto",
-        "Sampling values for requests that name none: auto takes the model's own (generation_config.json, or what is "
+        "Sampling defaults for requests that set none: auto takes the model's own (generation_config.json, or those "
         "published for its family), none samples at temperature 1; set none to compare with other engines.",
         ("auto", "none"),
     )
-    seed: int = option(0, "Where the seeds of requests without one come from; change it for other draws.")
+    seed: int = option(0, "Seeds the requests that have no seed of their own; change it to sample other answers.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    """How the KV cache is cut and how large it is."""
+    """The KV cache: block size, dtype and capacity on the device, in host memory and on disk."""
 
     block_size: int | None = option(
         None,
-        "Tokens in a KV block, a multiple of 16 (default 16 on a CPU, 32 on a GPU); larger costs the host less and "
-        "wastes more at each sequence's end.",
+        "Tokens per KV block, a multiple of 16 (default 16 on a CPU, 32 on a GPU); larger blocks save host time "
+        "and waste more of each sequence's last block.",
     )
     kv_tokens: int | None = option(
-        None, "Tokens the KV cache holds (default: what memory allows); set it to bound memory or to test pressure."
+        None,
+        "Capacity of the KV cache in tokens (default: all that fits); set it to bound memory or to test preemption.",
     )
     kv_dtype: str = option(
         "auto",
-        "What keys and values are kept as: the model's dtype, or 8 bits with a scale per token and head; change it "
-        "when memory bounds the batch or the context: 8 bits hold twice the tokens of 16, a little less exactly.",
+        "Dtype of the KV cache: the model's dtype, or 8 bits with a scale per token and head; change it when memory "
+        "limits the batch or the context: 8 bits hold twice the tokens of 16, at slightly lower accuracy.",
         ("auto", "int8", "fp8"),
     )
     memory_share: float | None = option(
@@ -81,87 +84,87 @@ class CacheSettings:
     )
     prefix_cache: bool = option(
         True,
-        "Keep what prompts and answers have in common with later ones (not for models that see a sliding window only); "
+        "Reuse the KV of earlier prompts and answers for equal prefixes (not if every layer has a sliding window); "
         "turn it off to measure without it.",
     )
     shared_reads: bool = option(
         True,
-        "On a GPU, let sequences that begin alike read what they share once in each step; turn it off to measure "
-        "without it.",
+        "On a GPU, read the KV of a prefix that several sequences share once per step; turn it off to measure without "
+        "it.",
     )
     host_tokens: int | None = option(
         None,
-        "Tokens kept in host memory: cached ones that had to make room, and those of sequences that swap has preempted "
-        "(default: on a GPU, or with swap, within a quarter of free RAM); raise it when what returns was gone; 0 keeps "
-        "none.",
+        "Tokens of evicted or swapped-out KV kept in host memory (default: up to a quarter of free RAM, on a GPU or "
+        "with swap); raise it when prefix hits are lost to eviction; 0 turns it off.",
     )
     disk_cache: str | None = option(
-        None, "A folder on a fast disk for cached tokens that host memory has no room for; set it for long sessions."
+        None, "A folder on a fast disk for cached KV that host memory has no room for; set it for long sessions."
     )
     disk_tokens: int | None = option(
-        None, "Tokens that go to disk_cache (default: four times those in host memory); set it to bound the file."
+        None, "Capacity of disk_cache in tokens (default: four times host_tokens); set it to bound the file."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingSettings:
-    """How requests share the steps."""
+    """Batch size, token budget, policy, batching, prefill and preemption."""
 
     max_sequences: int | None = option(
-        None, "Sequences in the batch at once (default 64 on a CPU, 256 on a GPU); lower it for faster single answers."
+        None, "Sequences in one batch (default 64 on a CPU, 256 on a GPU); lower it for faster single answers."
     )
     step_tokens: int | None = option(
         None, "Tokens in one forward pass (default 256 on a CPU, 8192 on a GPU); lower it for smoother streaming."
     )
     target_tpot: float | None = seconds(
-        None, "Longest step, such as 50ms, in place of a number of tokens; set it to promise a speed of streaming."
+        None,
+        "Longest predicted step, such as 50ms, which sets the tokens of a step; set it to bound the time per output "
+        "token.",
     )
     policy: str = option(
         "fcfs",
-        "Who goes next: fcfs; priority (higher first, low ones may starve unless they age); sjf (shortest predicted "
-        "answer first); multibin (by bins of predicted length); fair (tenants alike); deadline (earliest first); "
-        "longest-prefix (most in the prefix cache first). "
-        "Nobody starves under the others.",
+        "Order in which requests are admitted: fcfs; priority (higher first); sjf (shortest predicted answer first); "
+        "multibin (by bins of predicted length); fair (equal service per tenant); deadline (earliest first); "
+        "longest-prefix (most cached prompt tokens first). Only priority without aging can starve a request.",
         tuple(POLICIES),
     )
     aging: float | None = option(
         None,
-        "What a second of waiting is worth: predicted tokens for sjf (default 1), cached tokens for longest-prefix "
-        "(default 1000), levels for priority (default 0: strict); raise it to bound waiting more tightly.",
+        "Credit per second of waiting: predicted tokens for sjf (default 1), cached tokens for longest-prefix (default "
+        "1000), levels for priority (default 0: strict); raise it to shorten the longest waits.",
     )
     predictor: str = option(
         "history",
-        "How sjf, multibin and fair guess the length of an answer: from past ones, or from max_tokens; oracle is for "
-        "experiments.",
+        "How sjf, multibin and fair predict the length of an answer: from finished answers, or from max_tokens; oracle "
+        "takes known lengths, in experiments only.",
         tuple(PREDICTORS),
     )
     batching: str = option(
         "continuous",
-        "When the batch takes new requests: at every step; dynamic and static batches are closed until all of them is "
-        "done: to compare, and for jobs of equal lengths.",
+        "When requests join the batch: continuous admits at every step; dynamic and static admit only after the whole "
+        "batch has finished; use them to compare, or for jobs of equal lengths.",
         tuple(GATES),
     )
-    batch_window: float = seconds(0.05, "How long a dynamic batch waits to be full; raise it for fuller batches.")
+    batch_window: float = seconds(0.05, "Longest time that a dynamic batch waits to fill; raise it for larger batches.")
     prefill: str = option(
         "chunked",
-        "How prompts share a step with decodes: chunked; splitfuse (every step of one moderate size); prefill-first "
-        "(newcomers at once, decodes wait); whole (a prompt in one step).",
+        "How prompts share a step with decodes: chunked; splitfuse (all steps of one moderate size); prefill-first "
+        "(new prompts before decodes); whole (each prompt in one step).",
         tuple(PREFILL_MODES),
     )
     preemption: str = option(
         "recompute",
-        "What a sequence that yields its memory loses: recompute all, swap to host memory, or auto, whichever is "
-        "cheaper; change it when memory is short.",
+        "How a preempted sequence gets its KV back: recompute it, swap it to host memory, or auto, whichever is "
+        "predicted to be cheaper; change it when sequences are preempted often.",
         tuple(PREEMPTIONS),
     )
     overlap: bool | None = option(
-        None, "Plan a step while the one before runs (default: on a GPU); turn it off to debug step by step."
+        None, "Plan a step while the previous one runs (default: on a GPU); turn it off to debug step by step."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of them."""
+    """All settings, by group."""
 
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
@@ -169,7 +172,7 @@ class Settings:
 
     @staticmethod
     def of(**values: Any) -> Settings:
-        """From flat names, as in `LLM(model, max_length=2048)`; None keeps the default.
+        """Build settings from flat names, as in `LLM(model, max_length=2048)`; None keeps the default.
 
         >>> Settings.of(block_size=32).cache.block_size
         32
@@ -214,7 +217,7 @@ class Settings:
                 raise SettingsError(f"{name} is {value}: use {least} or more, or leave it out")
         if self.cache.disk_cache is not None and self.cache.host_tokens == 0:
             raise SettingsError(
-                "disk_cache is reached through host memory, and host_tokens is 0: leave one of them out"
+                "disk_cache needs host memory to copy through, and host_tokens is 0: leave one of them out"
             )
         chosen = self.scheduling
         for name in ("target_tpot", "batch_window", "aging"):
@@ -223,28 +226,28 @@ class Settings:
                 raise SettingsError(f"{name} is {value}: use 0 or more, or leave it out")
         if chosen.target_tpot is not None and (chosen.target_tpot == 0 or chosen.prefill != "chunked"):
             raise SettingsError(
-                f"target_tpot is {chosen.target_tpot} with {chosen.prefill} prompts: it must be above 0, and it is met "
-                "by cutting prompts to size, so leave prefill at chunked or target_tpot out"
+                f"target_tpot is {chosen.target_tpot} with {chosen.prefill} prompts: it must be above 0 and needs "
+                "chunked prefill; set prefill to chunked or leave target_tpot out"
             )
 
 
 def options() -> Iterator[tuple[str, Field[Any]]]:
-    """Every setting with the group it belongs to."""
+    """Yield every setting with the name of its group."""
     for group, kind in (("model", ModelSettings), ("cache", CacheSettings), ("scheduling", SchedulingSettings)):
         for found in fields(kind):
             yield group, found
 
 
 def _refuse_unknown(names: set[str]) -> None:
-    """Name the setting that was meant, where that is known; otherwise all there are."""
+    """Raise for unknown names: suggest our name for vLLM's or the closest one, or list all settings."""
     if not names:
         return
     known = sorted(found.name for _, found in options())
-    said = []
+    hints = []
     for name in sorted(names):
         close = get_close_matches(name, known, n=1)
-        said.append(
+        hints.append(
             setting_hint(name) or f"there is no setting {name}" + (f" (did you mean {close[0]}?)" if close else "")
         )
     rest = "" if all(map(setting_hint, names)) else f"; the settings are {', '.join(known)}"
-    raise SettingsError("; ".join(said) + rest)
+    raise SettingsError("; ".join(hints) + rest)

@@ -1,4 +1,4 @@
-"""Values: what a model's file says under each key, read with the type and the range that it must have."""
+"""Values: the keys of a model's file, each read with the type and the range that it must have."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, TypeGuard
 from chairlift.core.errors import ModelError
 
 MOST_COUNT = 1 << 24
-MOST_NUMBER, LEAST_NUMBER = 1e30, 1e-30  # what is computed with such numbers stays finite
+MOST_NUMBER, LEAST_NUMBER = 1e30, 1e-30  # arithmetic within this range stays finite
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON can carry and no text can
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: valid in JSON, not in UTF-8
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 60
 
 
 class Values:
-    """The values of one file by key; null is as good as absent.
+    """The values of one file by key; null counts as absent.
 
     Each method raises a ModelError that names the file, the key and the value where the value cannot be used, or where
     it is absent and there is no default.
@@ -38,15 +38,15 @@ class Values:
         self._prefix = prefix
 
     def has(self, key: str) -> bool:
-        """Whether there is a value."""
+        """Whether the key has a value that is not null."""
         return self._values.get(key) is not None
 
-    def says(self, key: str) -> bool:
-        """Whether there is a value, or null in its place."""
+    def has_key(self, key: str) -> bool:
+        """Whether the key is present, with a value or null."""
         return key in self._values
 
     def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST_COUNT) -> int:
-        """A whole number from `least` to `most`."""
+        """Read a whole number from `least` to `most`."""
         value = self._values.get(key)
         value = default if value is None else value
         if not _is_whole(value) or not least <= value <= most:
@@ -54,10 +54,10 @@ class Values:
         return int(value)
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0, most: float = MOST_NUMBER) -> float:
-        """A finite number above `above` and up to `most`."""
+        """Read a finite number above `above` and up to `most`."""
         value = self._values.get(key)
         value = default if value is None else value
-        # A whole number may be larger than any float: it is compared before it is converted.
+        # An integer may be larger than any float: compare before converting.
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
             raise self.wrong(key, f"use a number above {above:g} and up to {most:g}")
         if 0 < abs(value) < LEAST_NUMBER:
@@ -65,7 +65,7 @@ class Values:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -74,7 +74,7 @@ class Values:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Read a string."""
         value = self._values.get(key)
         value = default if value is None else value
         if not isinstance(value, str) or _SURROGATE.search(value):
@@ -82,18 +82,18 @@ class Values:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty if it is absent."""
+        """Read a list of strings; empty if absent."""
         return self._list(key, (str,), "a list of strings")
 
     def numbers(self, key: str) -> list[float]:
-        """A list of finite numbers; empty if it is absent."""
+        """Read a list of finite numbers; empty if absent."""
         found = self._list(key, (int, float), "a list of finite numbers")
         if not all(-MOST_NUMBER <= value <= MOST_NUMBER for value in found):
             raise self.wrong(key, "use a list of finite numbers")
         return found
 
     def ids(self, key: str, below: int) -> list[int]:
-        """Token ids, one or a list; those that no vocabulary of `below` tokens has are left out.
+        """Read one token id or a list of ids, dropping ids outside 0 to `below`.
 
         Files write -1 for "none", and name special tokens that the weights have no row for.
         """
@@ -104,46 +104,46 @@ class Values:
         return [id for id in found if 0 <= id < below]
 
     def part(self, key: str) -> Values:
-        """The values of an object within; none if it is absent."""
+        """Read a nested object; without values if absent."""
         value = self._values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, "use an object")
         return Values(self.file, value or {}, f"{self._prefix}{key}.")
 
     def items(self) -> Mapping[str, Any]:
-        """All values, of any type."""
+        """Return all values, unchecked."""
         return self._values
 
     def wrong(self, key: str, remedy: str) -> ModelError:
-        """The error for a value that cannot be used, with what to use in its place."""
+        """Return the error for an unusable value, with what to use instead."""
         value = self._values.get(key)
-        said = "is missing" if value is None else f"is {show(value)}"
-        return ModelError(f"{self.file}: {self._prefix}{key} {said}: {remedy}")
+        problem = "is missing" if value is None else f"is {show(value)}"
+        return ModelError(f"{self.file}: {self._prefix}{key} {problem}: {remedy}")
 
     def _list(self, key: str, types: tuple[type, ...], kind: str) -> list[Any]:
         value = self._values.get(key)
         if value is None:
             return []
-        # The types as a set: a vocabulary has hundreds of thousands of entries.
+        # One check of the set of types: a vocabulary has hundreds of thousands of entries.
         if not isinstance(value, list) or set(map(type, value)) - {*types}:
             raise self.wrong(key, f"use {kind}")
         return value
 
 
 def show(value: object) -> str:
-    """A value in a message: one line, however long the value is."""
+    """Format a value for a message, shortened to one line."""
     return _shown.repr(value)
 
 
 def is_name(value: object) -> bool:
-    """Whether a value can be the name of a tensor or a file, and be written in a message as it is."""
+    """Whether a value is a usable tensor or file name that can be printed as it is."""
     return isinstance(value, str) and value.isprintable() and len(value) <= 255
 
 
 def one_line(error: BaseException) -> str:
-    """What a library says, as part of a message: one line, and no longer than a few."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 200 else f"{said[:200]} ..."
+    """Format a library's error as part of a message: one line of at most 200 characters."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) <= 200 else f"{message[:200]} ..."
 
 
 def _is_whole(value: object) -> TypeGuard[int | float]:

@@ -1,8 +1,8 @@
-"""vLLM's names of settings: our name, or why there is none. For the errors of `LLM(...)` and of the command line."""
+"""Our name for each setting of vLLM, or why there is none, for errors of `LLM(...)` and the command line."""
 
 from __future__ import annotations
 
-# vLLM's setting: ours.
+# vLLM's setting -> ours.
 RENAMED = {
     "async_scheduling": "overlap",
     "enable_prefix_caching": "prefix_cache",
@@ -15,7 +15,7 @@ RENAMED = {
     "scheduling_policy": "policy",
 }
 
-# vLLM's flags of `serve` that are no engine settings: ours.
+# vLLM's flags of `serve` that are not engine settings -> ours.
 RENAMED_FLAGS = {
     "allowed_origins": "cors_origin",
     "ssl_certfile": "tls_cert",
@@ -26,19 +26,19 @@ RENAMED_FLAGS = {
 _ONE_DEVICE = "a model runs on one device"
 _NO_ADAPTERS = "LoRA adapters are not supported"
 _NO_CODE = "a model's own code is never run"
-_RECORDED = "steps are recorded as CUDA graphs wherever they can be"
+_RECORDED = "steps are captured as CUDA graphs wherever possible"
 _FROM_FILES = "it is read from the model's files"
 _TEXT_ONLY = "models read text only"
 _NO_DRAFTS = "speculative decoding is not supported"
 _NO_GRAMMARS = "structured output is not supported"
 _NO_TOOLS = "tool calls are not supported"
 
-# vLLM's setting: why there is none here.
+# vLLM's setting -> why there is none here.
 ABSENT = {
     "allowed_local_media_path": _TEXT_ONLY,
-    "attention_backend": "the kernels follow from the device",
+    "attention_backend": "the device determines the kernels",
     "block_manager": "there is one block manager",
-    "chat_template": "the model's own is used, or the one given with a call, as in chat(..., chat_template=...)",
+    "chat_template": "the model's own template is used, or one given with a call, as in chat(..., chat_template=...)",
     "code_revision": _NO_CODE,
     "compilation_config": _RECORDED,
     "config_format": _FROM_FILES,
@@ -47,19 +47,19 @@ ABSENT = {
     "data_parallel_size": _ONE_DEVICE + "; start one server for each GPU",
     "decode_context_parallel_size": _ONE_DEVICE,
     "disable_async_output_proc": "use overlap=False to run step by step",
-    "disable_cascade_attn": "use shared_reads=False for sequences to read a common prefix one by one",
+    "disable_cascade_attn": "use shared_reads=False to read a shared prefix once per sequence",
     "disable_custom_all_reduce": _ONE_DEVICE,
     "disable_log_requests": "use log_level",
     "disable_log_stats": "statistics are metrics, which a server exposes at /metrics",
     "disable_sliding_window": _FROM_FILES,
     "distributed_executor_backend": _ONE_DEVICE,
-    "download_dir": "models are kept where HF_HOME says",
+    "download_dir": "models are kept under HF_HOME",
     "enable_auto_tool_choice": _NO_TOOLS,
     "enable_chunked_prefill": "prompts are chunked; prefill='whole' computes each in one step",
     "enable_expert_parallel": _ONE_DEVICE,
     "enable_lora": _NO_ADAPTERS,
     "enable_prompt_embeds": _TEXT_ONLY,
-    "enable_sleep_mode": "a model leaves memory with its process",
+    "enable_sleep_mode": "memory is freed when the process ends",
     "enforce_eager": _RECORDED,
     "guided_decoding_backend": _NO_GRAMMARS,
     "hf_overrides": _FROM_FILES,
@@ -72,22 +72,22 @@ ABSENT = {
     "max_logprobs": "a request may ask for up to 64 alternatives, in process for all of them (-1)",
     "max_lora_rank": _NO_ADAPTERS,
     "max_loras": _NO_ADAPTERS,
-    "max_num_partial_prefills": "prompts share what decodes leave of a step; see step_tokens",
-    "max_parallel_loading_workers": "weights are read in one go",
+    "max_num_partial_prefills": "prompts share the tokens of a step that decodes do not use; see step_tokens",
+    "max_parallel_loading_workers": "weights are read by one process",
     "max_seq_len_to_capture": _RECORDED,
     "mm_processor_kwargs": _TEXT_ONLY,
     "model_loader_extra_config": "weights are read from safetensors or GGUF",
     "num_gpu_blocks_override": "use kv_tokens, the number of tokens that the KV cache holds",
     "num_lookahead_slots": _NO_DRAFTS,
-    "num_scheduler_steps": "a step is planned while the one before runs; see overlap",
+    "num_scheduler_steps": "a step is planned while the previous one runs; see overlap",
     "override_generation_config": "give SamplingParams; generation_config='none' ignores the model's own values",
     "pipeline_parallel_size": _ONE_DEVICE,
     "prefix_caching_hash_algo": "the prefix cache compares tokens and has no hash",
-    "quantization": "the format follows from the model's files; name a GGUF file for quantized weights",
-    "reasoning_parser": "reasoning is not told apart from the answer",
-    "revision": "fetch the revision that is wanted and name its folder",
+    "quantization": "the model's files determine the format; name a GGUF file for quantized weights",
+    "reasoning_parser": "reasoning is not separated from the answer",
+    "revision": "download the revision and name its folder",
     "runner": "models generate text",
-    "scheduler_delay_factor": "admission follows free memory",
+    "scheduler_delay_factor": "admission depends on free memory alone",
     "skip_tokenizer_init": "give prompts as token ids, and SamplingParams(detokenize=False)",
     "speculative_config": _NO_DRAFTS,
     "speculative_model": _NO_DRAFTS,
@@ -104,7 +104,7 @@ ABSENT = {
 
 
 def setting_hint(name: str) -> str | None:
-    """What to use in place of a setting of vLLM's; None for a name that vLLM does not have either.
+    """Return what to use instead of a setting of vLLM; None for a name that vLLM does not have.
 
     >>> setting_hint("max_model_len"), setting_hint("tensor_parallel_size")
     ('max_model_len is called max_length here', 'there is no tensor_parallel_size here: a model runs on one device')
@@ -115,7 +115,7 @@ def setting_hint(name: str) -> str | None:
 
 
 def flag_hint(flag: str) -> str | None:
-    """The same for a flag of vLLM's command line, with or without its leading dashes.
+    """Return what to use instead of a flag of vLLM's command line, with or without its leading dashes.
 
     >>> flag_hint("--max-model-len"), flag_hint("--no-enable-prefix-caching"), flag_hint("--nonsense")
     ('--max-model-len is called --max-length here', '--enable-prefix-caching is called --prefix-cache here', None)

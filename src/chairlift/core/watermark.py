@@ -1,15 +1,15 @@
-"""How many blocks admission leaves free, so that a newcomer's prompt does not force a preemption a few steps later."""
+"""The number of blocks that admission keeps free, so that an admitted prompt does not cause a preemption soon after."""
 
 from __future__ import annotations
 
-_FLOOR = 0.01  # of the cache
+_FLOOR = 0.01  # share of the cache
 _CEILING = 0.5
-_RISE = 0.02  # of the cache, for each step in which somebody had to yield
-_FALL = 0.999  # what is left of it after a step in which nobody had to
+_RISE = 0.02  # share of the cache, added per step with a preemption
+_FALL = 0.999  # factor per step without one
 
 
 class Watermark:
-    """Rises when sequences had to yield, since then too many were let in; sinks while none has to."""
+    """Rises with each step that preempts, since too many sequences were admitted; decays with each other step."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -18,11 +18,11 @@ class Watermark:
 
     @property
     def blocks(self) -> int:
-        """How many to leave."""
+        """The number of blocks to keep free."""
         return int(self._level)
 
     def learn(self, has_yielded: bool) -> None:
-        """A step has been planned."""
+        """Update the level after a planned step."""
         if has_yielded:
             self._level = min(_CEILING * self._total, self._level + _RISE * self._total)
         else:

@@ -1,4 +1,4 @@
-"""What things cost: a machine's rates, a model's steps and those of the host, and the least that physics allows.
+"""Measured costs: a machine's rates, a model's step times, the host's time per step, and the physical lower bound.
 
-It measures models, operations and the core and imports no executor: execution/ uses it to build an engine.
+This package measures models, ops and core and imports no executor: execution/ uses it to build an engine.
 """

@@ -1,4 +1,4 @@
-"""What steps cost on this machine, from a few that are timed at start; the engine corrects it as it runs."""
+"""The initial cost model of this machine, from a few steps timed at start; the engine corrects it as it runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from chairlift.costs.dry_run import dry_run
 from chairlift.models.decoder import Decoder
 from chairlift.ops.kv_cache import KvCache
 
-_MANY = 128  # tokens of a step whose arithmetic outweighs reading the weights
-_MOVED = 8  # blocks
+_MANY = 128  # tokens of a step that is bound by arithmetic, not by reading the weights
+_MOVED = 8  # blocks per timed copy
 
 
 def calibrate(decoder: Decoder, cache: KvCache, tokens: int = _MANY) -> Cost:
     """Time a step of one token and one of many, and a copy of a few blocks; kernels must have been compiled."""
     one, many = (_seconds(decoder, count, cache) for count in (1, tokens))
     token = many / tokens
-    # Attention's share follows from the arithmetic: a pair costs 4 operations an element, a token 2 a weight.
+    # Attention's cost by its operations: 4 per element of a pair, where a token has 2 per weight.
     pair = token * 4 * decoder.query_width / (2 * decoder.layer_weights)
     return Cost(
         fixed=0.05 * one, weights=one, token=token, context=2 * pair, pair=pair, block_copy=_copy_seconds(cache)
@@ -38,7 +38,7 @@ def _seconds(decoder: Decoder, tokens: int, cache: KvCache) -> float:
 
 
 def _copy_seconds(cache: KvCache) -> float:
-    """To bring one block to the host; pageable memory and no overlap, so rather too much."""
+    """Time the copy of one block to the host; an overestimate, with pageable memory and no overlap."""
     moved = min(_MOVED, cache.blocks)
     cache.data[:, :moved].cpu().clone()
     start = time.monotonic()

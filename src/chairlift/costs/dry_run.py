@@ -1,4 +1,4 @@
-"""A forward pass for nobody: it shows what memory a step takes, and has every kernel compiled before it is needed."""
+"""A forward pass on dummy inputs, to measure a step's memory and time, and to compile kernels ahead of use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.ops import sampling
 from chairlift.ops.batch import Batch, HostBatch, Shared
 from chairlift.ops.filters import Filters
 
-_FEW, _SHORT, _LONG = 16, 600, 2112  # tokens of steps that run kernels of their own
+_FEW, _SHORT, _LONG = 16, 600, 2112  # step sizes in tokens, each of which selects other kernels
 
 
 @torch.inference_mode()
@@ -26,9 +26,9 @@ def dry_run(
     before: int = 0,
     shares: bool = False,
 ) -> None:
-    """So many tokens of one prompt over a scratch cache, in the model's own dtype by default; so many rows sampled.
+    """Run `tokens` tokens of one prompt over a scratch cache, in the model's dtype by default; sample `samples` rows.
 
-    There may be others `before` them, and they may go through the kernels for sequences that read together.
+    `before` tokens precede them in the context; with `shares` the kernels for shared prefixes run too.
     """
     device = decoder.device
     context = before + tokens
@@ -43,8 +43,8 @@ def dry_run(
     )
     batch = Batch.on(device, host)
     if shares:
-        nobody = torch.zeros(1, 5, dtype=torch.int32, device=device)
-        batch.shared = Shared(nobody, nobody[0], nobody[0], nobody[0], 0)
+        no_groups = torch.zeros(1, 5, dtype=torch.int32, device=device)
+        batch.shared = Shared(no_groups, no_groups[0], no_groups[0], no_groups[0], 0)
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
     wanted = np.arange(max(0, tokens - samples), tokens)
     hidden = decoder.forward(inputs, batch, cache, batch.only(wanted))
@@ -56,7 +56,7 @@ def dry_run(
 
 
 def compile_kernels(decoder: Decoder, max_length: int, block_size: int, kv_dtype: torch.dtype) -> None:
-    """Have what steps of a GPU need compiled, several kernels at a time; where that was done before, it is read."""
+    """Compile the kernels of a GPU's steps, several at a time; kernels in Triton's cache are only loaded."""
 
     def run(before: int, tokens: int) -> None:
         if before + tokens <= max_length:
@@ -69,17 +69,17 @@ def compile_kernels(decoder: Decoder, max_length: int, block_size: int, kv_dtype
     dtypes = {decoder.config.dtype, torch.float32}  # rules and penalties compute in float32
     chunk = 4 * _FEW
     with ThreadPoolExecutor() as pool:
-        under_way = [pool.submit(decode)]
-        under_way += (pool.submit(run, 0, tokens) for tokens in (_FEW // 2, _FEW, _SHORT))
-        under_way.append(pool.submit(run, _LONG - chunk, chunk))
-        under_way += (pool.submit(warm_up_sampling, decoder.config.vocab_size, d, decoder.device) for d in dtypes)
-        for each in under_way:
+        compiling = [pool.submit(decode)]
+        compiling += (pool.submit(run, 0, tokens) for tokens in (_FEW // 2, _FEW, _SHORT))
+        compiling.append(pool.submit(run, _LONG - chunk, chunk))
+        compiling += (pool.submit(warm_up_sampling, decoder.config.vocab_size, d, decoder.device) for d in dtypes)
+        for each in compiling:
             each.result()
 
 
 @torch.inference_mode()
 def warm_up_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Choose a token in every way there is."""
+    """Run every sampling path once."""
     one = torch.ones(1, device=device)
     filters = Filters(one.long(), one / 2, one / 2)
     logits = torch.zeros(1, vocabulary, dtype=dtype, device=device)

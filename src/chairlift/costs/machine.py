@@ -1,4 +1,4 @@
-"""What this machine can do: how fast it reads, multiplies, launches and copies, and what a model's steps cost on it."""
+"""Measured rates of this machine: memory bandwidth, products, kernel launches, copies, and a model's step times."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from chairlift.costs.calibrate import calibrate
 from chairlift.costs.dry_run import dry_run
 from chairlift.models.decoder import Decoder
 
-ROWS = (1, 128, 512, 4096)  # tokens in a step: one stream, a batch of decodes, a prompt's chunk, a large one
-_READ = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes: far more than any cache holds
-_SQUARE = {"cpu": 1024, "cuda": 8192}  # rows, columns and depth of a product that reaches the machine's full rate
+ROWS = (1, 128, 512, 4096)  # tokens in a step: one decode, a batch of decodes, a prompt chunk, a large one
+_READ = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes, far more than any cache
+_SQUARE = {"cpu": 1024, "cuda": 8192}  # rows, columns and depth of a product at the machine's full rate
 _COPIED = 1 << 28
-_LAUNCHES = 200  # fewer than a GPU's queue holds, so that none waits
-_PATIENCE = 5.0  # seconds: a product that would take longer is left out
-_BLOCK, _BLOCKS = 16, 16  # of the cache that copies of blocks are timed with
+_LAUNCHES = 200  # fewer than a GPU's launch queue holds, so that no launch waits
+_PATIENCE = 5.0  # seconds: a product that would take longer is skipped
+_BLOCK, _BLOCKS = 16, 16  # block size and number of blocks of the cache for timing copies
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The two figures that bound everything else."""
+    """Memory bandwidth and FLOP rate."""
 
     read_bytes_s: float
     flops_s: float  # of a large product in the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """How fast so many rows are multiplied by one of a model's matrices, layer after layer."""
+class ProductRate:
+    """The FLOP rate of `rows` rows times one of a model's matrices, over all layers in sequence."""
 
     matrix: str
     outputs: int
@@ -45,13 +45,13 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """All that was measured; a CPU launches nothing and copies nowhere."""
+    """All measurements; launch and copy rates are None on a CPU."""
 
     device: str
     dtype: str
     threads: int
     rates: Rates
-    products: list[Product] = field(default_factory=list)
+    products: list[ProductRate] = field(default_factory=list)
     launch_s: float | None = None
     to_device_bytes_s: float | None = None
     to_host_bytes_s: float | None = None
@@ -59,8 +59,8 @@ class Machine:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> Rates:
-    """Reading and multiplying alone, for about so many seconds each."""
-    held = torch.ones(_READ[device.type] // 4, device=device)  # written: pages never touched are read for nothing
+    """Measure memory bandwidth and FLOP rate, for about `seconds` each."""
+    held = torch.ones(_READ[device.type] // 4, device=device)  # written, since untouched pages are not read from memory
     read = held.numel() * held.element_size() / _best(held.sum, device, seconds)
     size = _SQUARE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -70,7 +70,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.5
 
 @torch.inference_mode()
 def measure_machine(decoder: Decoder, tell: Callable[[str], None] = lambda _doing: None) -> Machine:
-    """Everything, with the model's own matrices and steps; `tell` hears what is being measured."""
+    """Measure everything, with the model's own matrices and steps; `tell` is called with the current measurement."""
     config, device = decoder.config, decoder.device
     tell("reading and multiplying")
     rates = measure_rates(device, config.dtype)
@@ -90,27 +90,27 @@ def measure_machine(decoder: Decoder, tell: Callable[[str], None] = lambda _doin
 
 
 def matrices(decoder: Decoder) -> dict[str, tuple[int, int]]:
-    """The matrices of a layer, and the head, as [outputs, inputs]."""
+    """Return the shapes [outputs, inputs] of a layer's matrices and of the head."""
     found = {name: linear.shape for name, linear in decoder.blocks[0].linears.items()}
     return {**found, "head": decoder.head.shape}
 
 
 def _multiply(
     name: str, outputs: int, inputs: int, layers: int, dtype: torch.dtype, device: torch.device
-) -> list[Product]:
+) -> list[ProductRate]:
     weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
-    # One after the other, as layers follow each other: the next lies in a cache only where a step would find it there.
+    # A copy per layer, used in sequence, so that a matrix is in a cache only if it would be in a real step.
     enough = -(-_READ[device.type] // 4 // (weight.numel() * weight.element_size()))
     copies = [weight.clone() for _ in range(min(layers, enough))]
-    found: list[Product] = []
+    found: list[ProductRate] = []
     for rows in ROWS:
         work = 2 * rows * outputs * inputs
-        used = copies if rows < ROWS[-1] else copies[:1]  # a large product does not depend on where its matrix lies
+        used = copies if rows < ROWS[-1] else copies[:1]  # caches do not matter for a large product
         if found and work * len(used) / found[-1].flops_s > _PATIENCE:
             break
         x = torch.randn(rows, inputs, device=device, dtype=dtype)
         seconds = _best(_recorded(partial(_pass, x, used), device), device, 0.05)
-        found.append(Product(name, outputs, inputs, rows, work * len(used) / seconds))
+        found.append(ProductRate(name, outputs, inputs, rows, work * len(used) / seconds))
     return found
 
 
@@ -120,10 +120,10 @@ def _pass(x: torch.Tensor, weights: list[torch.Tensor]) -> None:
 
 
 def _recorded(action: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The same without what the host adds to each launch; there is nothing to record on a CPU."""
+    """Return the action as a CUDA graph, without the host's launch time; on a CPU unchanged."""
     if device.type != "cuda":
         return action
-    action()  # what is compiled or allocated at first cannot be recorded
+    action()  # first-time compilation and allocation cannot be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         action()
@@ -131,7 +131,7 @@ def _recorded(action: Callable[[], object], device: torch.device) -> Callable[[]
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """What the host pays to start a kernel."""
+    """Return the host's time to launch a kernel."""
     x = torch.zeros(1, device=device)
     took = []
     for _ in range(10):
@@ -144,7 +144,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes a second to the device and to the host, from and to pinned memory."""
+    """Return bytes per second to the device and to the host, with pinned memory."""
     host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
     to_device = _best(lambda: there.copy_(host, non_blocking=True), device, 0.2)
@@ -153,14 +153,14 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _step_cost(decoder: Decoder) -> Cost:
-    """The cost model, from a few steps that are timed once their kernels have been compiled."""
+    """Calibrate the cost model, after compiling the kernels."""
     for tokens in (1, 128):
         dry_run(decoder, tokens, 1, _BLOCK)
     return calibrate(decoder, decoder.make_cache(_BLOCKS, _BLOCK))
 
 
 def _best(action: Callable[[], object], device: torch.device, within: float) -> float:
-    """Seconds that the device needs for it: the best of as many runs as fit."""
+    """Return the shortest device time of as many runs as fit in `within` seconds."""
     timed = _device_seconds if device.type == "cuda" else _host_seconds
     best = timed(action)
     stop = time.perf_counter() + within

@@ -1,4 +1,4 @@
-"""What the prefix cache costs: microseconds to find, hold, keep and evict, however many blocks are cached."""
+"""The prefix cache's own cost: microseconds to match, lock, insert and evict, by the number of cached blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rich.table import Table
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.words import counted
-from chairlift.report.tables import Columns, filled
+from chairlift.report.tables import Columns, number_table
 
 COLUMNS: Columns = (
     ("cached", "cached\nblocks", "{:,}"),
-    ("match_us", "find 8,000\ntokens", "{:,.0f}"),
-    ("lock_us", "hold\nthem", "{:,.0f}"),
+    ("match_us", "match 8,000\ntokens", "{:,.0f}"),
+    ("lock_us", "lock\nthem", "{:,.0f}"),
     ("insert_us", "insert\na block", "{:.2f}"),
     ("evict_us", "evict\na block", "{:.2f}"),
 )
@@ -33,13 +33,13 @@ _WIDTH = 4 * _BLOCK  # bytes of a block's tokens
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """Medians, in microseconds."""
+    """Median times in microseconds."""
 
-    cached: int  # blocks, as many as there are
-    match_us: float  # to find a prompt, all of which is cached, from its list of tokens
-    lock_us: float  # to hold what was found
-    insert_us: float  # to keep one block
-    evict_us: float  # to give one up and take it
+    cached: int  # blocks: the cache is full
+    match_us: float  # to match a fully cached prompt, from its list of tokens
+    lock_us: float  # to share the matched blocks with a sequence
+    insert_us: float  # to insert one block
+    evict_us: float  # to evict and allocate one block
 
 
 def run(
@@ -49,7 +49,7 @@ def run(
     repeat: int = 100,
     notice: Callable[[str], None] = lambda text: None,
 ) -> list[CostRow]:
-    """Time the engine's own cache, full of random prompts of `prompt` tokens.
+    """Time the engine's prefix cache, full of random prompts of `prompt` tokens.
 
     >>> [row.cached for row in run((4, 8), prompt=32, repeat=2)]
     [4, 8]
@@ -79,12 +79,12 @@ def _measure(blocks: int, prompt: int, repeat: int) -> CostRow:
         found = perf_counter()
         table = BlockTable()
         pool.share(table, [node.block for node in path])
-        held = perf_counter()
-        assert len(path) == length, "all of it is cached"
+        locked = perf_counter()
+        assert len(path) == length, "the whole prompt is cached"
         matches.append(found - began)
-        locks.append(held - found)
+        locks.append(locked - found)
         pool.release(table)
-    assert not pool.free, "each block that is taken now must be evicted"
+    assert not pool.free, "each allocation from now on must evict a block"
     evictions, inserts = zip(
         *(_add(pool, cache, _key(count + number, length)) for number in range(repeat)), strict=True
     )
@@ -98,30 +98,30 @@ def _measure(blocks: int, prompt: int, repeat: int) -> CostRow:
 
 
 def _key(number: int, length: int) -> bytes:
-    """A random prompt, the same each time, of token ids such as vocabularies have."""
+    """Return a random prompt, a function of `number`, with realistic token ids."""
     return array("i", array("H", Random(number).randbytes(2 * length * _BLOCK))).tobytes()
 
 
 def _add(pool: BlockPool, cache: PrefixCache, key: bytes) -> tuple[float, float]:
-    """Let a prompt be cached; seconds for each block to take it, and to keep it."""
+    """Cache a prompt; return the seconds per block to allocate and to insert."""
     table = BlockTable()
     began = perf_counter()
     pool.grow(table, len(key) // 4)
-    taken = perf_counter()
+    allocated = perf_counter()
     node = cache.root("")
     for place, block in enumerate(table.blocks):
         kept = cache.insert(node, key[place * _WIDTH : (place + 1) * _WIDTH], block)
-        assert kept is not None, "no two prompts are the same"
+        assert kept is not None, "all prompts are different"
         node = kept
     ended = perf_counter()
     count = len(table.blocks)
     pool.release(table)
-    return (taken - began) / count, (ended - taken) / count
+    return (allocated - began) / count, (ended - allocated) / count
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No pauses to look for garbage: there is none, and they would fall on whatever is timed just then."""
+    """Disable garbage collection: there is no garbage, and a pause would distort a timed operation."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -132,5 +132,5 @@ def _without_collection() -> Iterator[None]:
 
 
 def cost_table(costs: Sequence[dict[str, Any]]) -> Table:
-    """A row for each number of cached blocks."""
-    return filled("the prefix cache, microseconds", COLUMNS, [((), row) for row in costs])
+    """Return the table, with a row for each number of cached blocks."""
+    return number_table("the prefix cache, microseconds", COLUMNS, [((), row) for row in costs])

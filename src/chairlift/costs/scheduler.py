@@ -1,4 +1,4 @@
-"""What the scheduler itself costs: microseconds to plan and to take in a step of decodes, however many wait."""
+"""The scheduler's own cost: microseconds to plan and to apply a step of decodes, by the length of the queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
-from chairlift.report.tables import Columns, filled
+from chairlift.report.tables import Columns, number_table
 
 COLUMNS: Columns = (
     ("running", "running", "{:,}"),
@@ -30,7 +30,7 @@ _TOKEN = 1
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRow:
-    """The median cost of a steady step: every seat decodes one token, nobody joins and nobody leaves."""
+    """The median time of a steady step: every running sequence decodes one token, none is admitted or finishes."""
 
     running: int
     waiting: int
@@ -39,7 +39,7 @@ class SchedulerRow:
 
     @property
     def step_us(self) -> float:
-        """Both together."""
+        """The sum of plan and apply."""
         return self.plan_us + self.apply_us
 
 
@@ -55,15 +55,15 @@ def run(
 
 
 def _measure(running: int, waiting: int, warmup: int, steps: int) -> SchedulerRow:
-    # Room for every seat's whole answer, so that no measured step preempts; the seats alone keep the others waiting.
+    # Blocks for every running sequence's whole answer, so that no step preempts: only max_sequences limits the batch.
     length = _BLOCK + 1 + warmup + steps + 1
     limits = Limits(running, running * _BLOCK, max_length=length, vocab_size=_TOKEN + 1)
     scheduler = Scheduler(limits, BlockPool(2 * running * -(-length // _BLOCK), _BLOCK))
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     for number in range(running + waiting):
-        # Prompts of all lengths up to a block, so that every step needs as many new blocks as any other.
+        # Prompts of all lengths up to a block, so that every step allocates the same number of blocks.
         scheduler.submit(Request(str(number), [_TOKEN] * (1 + number % _BLOCK), params))
-    _step(scheduler)  # the prompts of all seats
+    _step(scheduler)  # prefills all prompts
     for _ in range(warmup):
         _step(scheduler)
     times = [_step(scheduler) for _ in range(steps)]
@@ -77,7 +77,7 @@ def _measure(running: int, waiting: int, warmup: int, steps: int) -> SchedulerRo
 
 
 def _step(scheduler: Scheduler) -> tuple[float, float]:
-    """One step; seconds to plan it and to take it in."""
+    """Run one step; return the seconds of plan and apply."""
     began = perf_counter()
     plan = scheduler.plan(0.0)
     planned = perf_counter()
@@ -88,6 +88,6 @@ def _step(scheduler: Scheduler) -> tuple[float, float]:
 
 
 def scheduler_table(rows: Sequence[SchedulerRow]) -> Table:
-    """A row for each length of the queue."""
+    """Return the table, with a row for each length of the queue."""
     numbers = [{**asdict(row), "step_us": row.step_us} for row in rows]
-    return filled("microseconds per step", COLUMNS, [((), each) for each in numbers], is_centered=True)
+    return number_table("microseconds per step", COLUMNS, [((), each) for each in numbers], is_centered=True)

@@ -1,4 +1,4 @@
-"""What each step costs the host, taken from outside: the four calls of the engine's loop, timed as they go by."""
+"""The host's time per step, measured by wrapping the four calls of the engine's loop."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ LABELS = {
     "wait": "wait for the device",
     "copy": "read the tokens",
     "apply": "apply",
-    "rest": "hand tokens out, and the loop",
-    "host": "the host's part: all but waiting",
+    "rest": "deliver tokens, and the loop",
+    "host": "the host's time: all but waiting",
     "step": "the whole step",
 }
-_FULL = 0.9  # steps with so many of the most sequences that any step had are told of
+_FULL = 0.9  # steps with at least this share of the largest batch are reported
 
 
 class Stopwatch:
-    """Times an engine's steps, until `stop`; one that nobody times pays nothing.
+    """Times an engine's steps until `stop`; an engine without a Stopwatch has no overhead.
 
-    A step is from one `plan` to the next. In it the engine plans and submits a pass and, overlapped, takes in the one
-    before: it waits for the device, copies the tokens and applies them. The rest is whoever drives the engine.
+    A step is the time from one `plan` to the next. In it the engine plans and submits a pass and, overlapped, collects
+    the previous one: it waits for the device, copies the tokens and applies them. The rest is the engine's caller.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -46,16 +46,16 @@ class Stopwatch:
         self._wrapped: list[tuple[Any, str]] = [(scheduler, "plan"), (scheduler, "apply")]
         self._wrapped += [(executor, "launch"), (executor, "collect")]
         for owner, name in self._wrapped:
-            # On the object, which hides its class's method until `stop` takes it away.
+            # Set on the object, which hides the class's method until `stop` deletes it.
             setattr(owner, name, getattr(self, f"_{name}")(getattr(owner, name)))
 
     def stop(self) -> None:
-        """Leave the engine as it was."""
+        """Restore the engine."""
         for owner, name in self._wrapped:
             delattr(owner, name)
 
     def summary(self) -> dict[str, Any]:
-        """Microseconds by part and in all, median and 95th percentile, of steps whose batch is full or nearly so."""
+        """Return median and p95 in microseconds, by part and in total, of steps with a full or nearly full batch."""
         most = max((count for count, _ in self._steps), default=0)
         full = [parts for count, parts in self._steps if count and count >= _FULL * most]
         if not full:
@@ -69,7 +69,7 @@ class Stopwatch:
         }
         return {"sequences": most, "steps": len(full), "parts": parts}
 
-    # ---- the four calls, each with a watch around it
+    # ---- timed versions of the four calls
 
     def _plan(self, plan: Callable[[float], StepPlan]) -> Callable[[float], StepPlan]:
         def timed(now: float) -> StepPlan:
@@ -110,7 +110,7 @@ class Stopwatch:
             end = perf_counter()
             self._open["apply"] = end - start
             if not self._engine.has_work:
-                self._close(end)  # what comes before the next step is no part of this one
+                self._close(end)  # the time until the next step is not part of this one
             return events
 
         return timed
@@ -123,7 +123,7 @@ class Stopwatch:
 
 
 def steps_table(steps: dict[str, Any]) -> Table:
-    """What a step costs the host, by part."""
+    """Return the table of the host's time per step, by part."""
     rows: list[tuple[str, ...] | None] = []
     for name, each in steps["parts"].items():
         if name == "host":

@@ -1,4 +1,4 @@
-"""Quality: how near our answers are to transformers' own, and what a smaller KV cache costs.
+"""Quality: agreement with transformers in 16 bits, and accuracy with an 8-bit KV cache.
 
-It compares whole engines on the same weights and the same prompts.
+Whole engines are compared on the same weights and prompts.
 """

@@ -1,8 +1,8 @@
-"""How near our answers in 16 bits are to transformers' own, on the same weights: tokens, and errors against float32.
+"""Agreement of our 16-bit answers with transformers', on the same weights: tokens, and errors against float32.
 
-In 16 bits no two engines round alike, so greedy answers part somewhere, and from there on they are different texts. So
-each is also led along the same tokens and asked at every place what comes next. What transformers itself loses to
-float32, with the very same weights, says how much of a difference is rounding.
+In 16 bits two engines round differently, so greedy answers differ at some token, and from there on they are different
+texts. So each engine is also run along the same tokens (teacher forcing), and its next-token log-probabilities are
+compared. The error of transformers itself against float32, with the same weights, shows how much is rounding.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from chairlift.report.tables import table
 
 Ids = list[int]
 Summary = dict[str, Any]
-SHORT = 64  # the shortest context: an engine tries a step of some tokens when it is made
-Advance = Callable[[int], None]  # told how much of `work` is done
+SHORT = 64  # least context: an engine runs a step of some tokens at start-up
+Advance = Callable[[int], None]  # called with the amount of `work` done
 TOPICS = ("gravity", "prime numbers", "the city of Paris", "bread", "the speed of light", "trains", "bees", "skiing")
 ASKS = ("What is known about {}?", "Explain {} to a child.", "Tell me a joke about {}.", "Who first wrote about {}?")
 
 
 @dataclass(slots=True)
-class Scored:
-    """What one model says at every place of all answers, one after the other."""
+class TokenScores:
+    """One model's predictions at every position of all answers, concatenated."""
 
-    logprobs: list[float] = field(default_factory=list)  # of the tokens that stand there
+    logprobs: list[float] = field(default_factory=list)  # of the answers' tokens
     likeliest: Ids = field(default_factory=list)
-    agrees: list[bool] = field(default_factory=list)  # nothing is likelier than what stands there
+    agrees: list[bool] = field(default_factory=list)  # whether the answer's token is the likeliest
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One engine in 16 bits."""
+class EngineResult:
+    """The results of one engine in 16 bits."""
 
-    answers: list[Ids]  # its own, greedy
-    decoded: list[float]  # the log-probabilities of their tokens, as it decoded them
-    forced: Scored  # along transformers' answers
+    answers: list[Ids]  # its own greedy answers
+    decoded: list[float]  # log-probabilities of their tokens during decoding
+    forced: TokenScores  # along transformers' answers
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
-    """Transformers in float32, with the weights that both sides have."""
+class Float32Scores:
+    """The predictions of transformers in float32, with the 16-bit weights of both engines."""
 
-    along_ours: Scored
-    along_theirs: Scored
+    along_ours: TokenScores
+    along_theirs: TokenScores
 
 
 def measure(
@@ -75,7 +75,7 @@ def measure(
     notice: Callable[[str], None] = lambda _text: None,
     advance: Advance = lambda _count: None,
 ) -> Summary:
-    """Both engines and the float32 truth, one after the other, so that only one is in memory."""
+    """Run both engines and the float32 reference in sequence, so that only one is in memory."""
     if find_spec("transformers") is None:
         raise ChairliftError("transformers, to compare with, is not installed: pip install 'chairlift[compare]'")
     subject = Subject(model, Settings.of(**settings))
@@ -86,19 +86,19 @@ def measure(
             f"this one holds {room:,}: lower --prompt-tokens or --tokens"
         )
     dtype = str(subject.config.dtype).removeprefix("torch.")
-    asked = make_prompts(subject, prompts, prompt_tokens)
+    inputs = make_prompts(subject, prompts, prompt_tokens)
     with tempfile.TemporaryDirectory(prefix="chairlift-bench-") as scratch:
-        notice("the weights, for both engines to read")
+        notice("writing the weights for both engines")
         folder = subject.folder(Path(scratch))
         notice(f"transformers in {dtype}")
-        theirs = run_theirs(folder, subject, asked, tokens, advance)
+        theirs = run_theirs(folder, subject, inputs, tokens, advance)
         tidy()
         notice(f"chairlift in {dtype}")
         chosen = {**settings, "load_format": "auto", "max_length": min(room, max(needed, SHORT))}
-        ours = run_ours(folder, chosen, asked, theirs.answers, advance)
+        ours = run_ours(folder, chosen, inputs, theirs.answers, advance)
         tidy()
         notice("transformers in float32")
-        truth = run_truth(folder, subject, asked, ours.answers, theirs.answers, advance)
+        truth = run_truth(folder, subject, inputs, ours.answers, theirs.answers, advance)
         tidy()
     return summarize(ours, theirs, truth) | {
         "chairlift": __version__,
@@ -114,18 +114,18 @@ def measure(
 
 
 def work(prompts: int, tokens: int) -> int:
-    """How far a bar has to go: their decode steps, and each prompt in the five passes over all."""
+    """Return the total of `advance`: transformers' decode steps, and each prompt in five passes."""
     return tokens + 5 * prompts
 
 
 def make_prompts(subject: Subject, count: int, length: int) -> list[Ids]:
-    """Pieces of a text, or of random tokens where there is no tokenizer to read it with.
+    """Cut prompts from a text, or from random tokens if there is no tokenizer.
 
-    All have the same length, so that transformers takes them as one batch without padding.
+    All prompts have the same length, so that transformers runs them as one batch without padding.
     """
     draw = Random(0)
     questions = [ask.format(topic) for ask in ASKS for topic in TOPICS]
-    rounds = count * length // len(questions) + 1  # each question has a token at least
+    rounds = count * length // len(questions) + 1  # each question has at least one token
     text = " ".join(question for _ in range(rounds) for question in draw.sample(questions, len(questions)))
     try:
         ids = subject.encode(text)
@@ -138,7 +138,7 @@ def make_prompts(subject: Subject, count: int, length: int) -> list[Ids]:
 
 
 def load(folder: Path, subject: Subject) -> Any:
-    """The model in transformers, in 16 bits."""
+    """Load the model in transformers, in 16 bits."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -150,39 +150,39 @@ def load(folder: Path, subject: Subject) -> Any:
 
 
 @torch.inference_mode()
-def run_theirs(folder: Path, subject: Subject, prompts: list[Ids], count: int, advance: Advance) -> Side:
-    """Their own answers, and what they say along these when they read them as a prompt."""
+def run_theirs(folder: Path, subject: Subject, prompts: list[Ids], count: int, advance: Advance) -> EngineResult:
+    """Run transformers: its greedy answers, and its predictions along them."""
     model = load(folder, subject)
     answers, decoded = decode(model, prompts, count, advance)
-    return Side(answers, decoded, force(model, prompts, answers, advance))
+    return EngineResult(answers, decoded, force(model, prompts, answers, advance))
 
 
 @torch.inference_mode()
 def run_truth(
     folder: Path, subject: Subject, prompts: list[Ids], ours: list[Ids], theirs: list[Ids], advance: Advance
-) -> Truth:
-    """The weights are those of 16 bits, made wider: only the arithmetic differs."""
+) -> Float32Scores:
+    """Run the float32 reference: the 16-bit weights converted to float32, so that only the arithmetic differs."""
     model = load(folder, subject).float()
-    return Truth(force(model, prompts, ours, advance), force(model, prompts, theirs, advance))
+    return Float32Scores(force(model, prompts, ours, advance), force(model, prompts, theirs, advance))
 
 
 def decode(model: Any, prompts: list[Ids], count: int, advance: Advance) -> tuple[list[Ids], list[float]]:
-    """Greedy answers, token by token with its KV cache, and the log-probabilities of what was taken."""
+    """Decode greedy answers with the KV cache; return them and their tokens' log-probabilities."""
     ids, cache = torch.tensor(prompts, device=model.device), None
-    taken, scores = [], []
+    sampled, scores = [], []
     for _ in range(count):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         best, ids = out.logits[:, -1].float().log_softmax(-1).max(-1, keepdim=True)
-        taken.append(ids)
+        sampled.append(ids)
         scores.append(best)
         advance(1)
-    return torch.cat(taken, 1).tolist(), torch.cat(scores, 1).flatten().tolist()
+    return torch.cat(sampled, 1).tolist(), torch.cat(scores, 1).flatten().tolist()
 
 
-def force(model: Any, prompts: list[Ids], answers: list[Ids], advance: Advance) -> Scored:
-    """What it says at each place of the answers, in one pass over each."""
-    found = Scored()
+def force(model: Any, prompts: list[Ids], answers: list[Ids], advance: Advance) -> TokenScores:
+    """Return the model's predictions at each position of the answers, in one pass per answer."""
+    found = TokenScores()
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt + answer], device=model.device)
         logits = model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
@@ -199,8 +199,10 @@ def force(model: Any, prompts: list[Ids], answers: list[Ids], advance: Advance) 
 # ---- ours
 
 
-def run_ours(folder: Path, settings: dict[str, Any], prompts: list[Ids], others: list[Ids], advance: Advance) -> Side:
-    """Our own answers, and what we say along the others'."""
+def run_ours(
+    folder: Path, settings: dict[str, Any], prompts: list[Ids], others: list[Ids], advance: Advance
+) -> EngineResult:
+    """Run our engine: its greedy answers, and its predictions along the others' answers."""
     llm = LLM(str(folder), progress=False, **settings)
     count = len(others[0])
     greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
@@ -211,31 +213,31 @@ def run_ours(folder: Path, settings: dict[str, Any], prompts: list[Ids], others:
         for token, entry in zip(answer.token_ids, answer.logprobs or [], strict=True)
     ]
     advance(len(prompts))
-    forced = Scored()
-    led = [prompt + answer for prompt, answer in zip(prompts, others, strict=True)]
-    for result in llm.generate(led, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)):
+    forced = TokenScores()
+    forced_prompts = [prompt + answer for prompt, answer in zip(prompts, others, strict=True)]
+    for result in llm.generate(forced_prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)):
         entries = (result.prompt_logprobs or [])[-count:]
         for token, entry in zip(result.prompt_token_ids[-count:], entries, strict=True):
             assert entry is not None
             forced.logprobs.append(entry[token].logprob)
-            forced.likeliest.append(next(iter(entry)))  # the likeliest comes first
+            forced.likeliest.append(next(iter(entry)))  # entries are ordered, likeliest first
             forced.agrees.append(entry[token].rank == 1)
     advance(len(prompts))
-    return Side([answer.token_ids for answer in answers], decoded, forced)
+    return EngineResult([answer.token_ids for answer in answers], decoded, forced)
 
 
 def tidy() -> None:
-    """Give back the memory of the model that is gone."""
+    """Free the memory of the deleted model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-# ---- what was found
+# ---- results
 
 
-def summarize(ours: Side, theirs: Side, truth: Truth) -> Summary:
-    """All numbers; an error is the distance of a token's log-probability from float32's."""
+def summarize(ours: EngineResult, theirs: EngineResult, truth: Float32Scores) -> Summary:
+    """Return all numbers; an error is the distance of a token's log-probability from float32's."""
     found = {
         "ours": _numbers(ours, truth.along_ours, truth.along_theirs),
         "theirs": _numbers(theirs, truth.along_theirs, truth.along_theirs),
@@ -254,7 +256,7 @@ def summarize(ours: Side, theirs: Side, truth: Truth) -> Summary:
     }
 
 
-def _numbers(side: Side, along_own: Scored, along_theirs: Scored) -> Summary:
+def _numbers(side: EngineResult, along_own: TokenScores, along_theirs: TokenScores) -> Summary:
     forced = _distances(side.forced.logprobs, along_theirs.logprobs)
     decoded = _distances(side.decoded, along_own.logprobs)
     pairs = zip(side.forced.likeliest, along_theirs.likeliest, strict=True)
@@ -273,7 +275,7 @@ def _distances(some: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def agreement_table(summary: Summary) -> Table:
-    """Ours beside theirs; for errors, the ratio too."""
+    """Return the table of both engines, with ratios of errors."""
     ours, theirs, ratio = summary["ours"], summary["theirs"], summary["ratio"]
 
     def share(label: str, name: str) -> tuple[str, ...]:
@@ -289,19 +291,19 @@ def agreement_table(summary: Summary) -> Table:
         f"greedy answers of {summary['tokens']:,}",
         ("", "chairlift", "transformers", "ratio"),
         [
-            (Text("each answers by itself", "bold"),),
-            ("  the same answer to the end", f"{summary['same_answers']} of {summary['prompts']}"),
-            ("  tokens before answers part", f"{summary['same_tokens']:.2%}"),
+            (Text("own greedy answers", "bold"),),
+            ("  identical answers", f"{summary['same_answers']} of {summary['prompts']}"),
+            ("  tokens before the first difference", f"{summary['same_tokens']:.2%}"),
             error("  error as decoded, mean", "decoded_error_mean"),
             error("  error as decoded, largest", "decoded_error_max"),
             None,
-            (Text("led along transformers' answers", "bold"),),
-            share("  nothing likelier than its token", "agrees"),
+            (Text("along transformers' answers", "bold"),),
+            share("  likeliest token is the answer's", "agrees"),
             share("  likeliest token as in float32", "as_float32"),
             error("  error, mean", "forced_error_mean"),
             error("  error, largest", "forced_error_max"),
         ],
         f"transformers {summary['transformers']}; errors are distances of log-probabilities\n"
-        "from its own in float32 with the same weights; a ratio is\n"
-        "ours / theirs: about 1 when we lose what 16 bits lose",
+        "from transformers in float32 with the same weights; a ratio is\n"
+        "ours / theirs: about 1 if our errors are those of 16 bits",
     )

@@ -1,4 +1,4 @@
-"""What a KV cache of 8 bits costs and gives: perplexity, greedy tokens, memory and speed, beside the model's dtype."""
+"""An 8-bit KV cache compared with the model's dtype: perplexity, greedy tokens, memory and speed."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from chairlift.report.tables import table
 TEXT_TOKENS = 1500
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 100, 64
 BATCH, CONTEXT, DECODED = 16, 1000, 24
-LENGTH = 2048  # the longest sequence above, with room
+LENGTH = 2048  # above the longest sequence of this file
 
 
 @dataclass(slots=True)
 class Measured:
-    """One kind of cache."""
+    """The results of one KV dtype."""
 
     kv_dtype: str
     bytes_per_token: int
     perplexity: float
-    likeliest: list[int]  # at each place of the text, given what the text has before it
+    likeliest: list[int]  # likeliest next token at each position of the text
     answers: list[list[int]]
-    speeds: list[float] = field(default_factory=list)  # decoded tokens per second, by turn
+    speeds: list[float] = field(default_factory=list)  # decoded tokens per second, by run
 
 
 def measure(
     model: str, text: str, settings: dict[str, Any], repeat: int = 5, notice: Callable[[str], None] = lambda _text: None
 ) -> list[Measured]:
-    """The model's dtype first, then the kv_dtype of the settings, or each there is, on the same text and prompts.
+    """Measure the model's dtype, then the kv_dtype of the settings, or all of them, on the same text and prompts.
 
-    Speeds are measured in turn, so that a busy machine is unfair to all alike.
+    Speed runs are interleaved, so that other load on the machine affects all dtypes alike.
     """
     engines, found = [], []
     wanted = settings.get("kv_dtype") or "auto"
@@ -51,18 +51,18 @@ def measure(
         llm = LLM(model, progress=False, **{**room, **settings, "kv_dtype": kv_dtype})
         engines.append(llm)
         found.append(_judge(llm, kv_dtype, text))
-    for turn in range(repeat + 1):
+    for number in range(repeat + 1):
         for llm, each in zip(engines, found, strict=True):
-            notice(f"{each.kv_dtype}: decoding, turn {turn} of {repeat}")
+            notice(f"{each.kv_dtype}: decoding, run {number} of {repeat}")
             speed = _decode(llm)
-            if turn:  # the first one fills the prefix cache, so that in the others all sequences decode together
+            if number:  # run 0 fills the prefix cache, so that in later runs all sequences decode together
                 each.speeds.append(speed)
     return found
 
 
 def _judge(llm: LLM, kv_dtype: str, text: str) -> Measured:
     if llm.tokenizer is None:
-        raise ChairliftError(f"{llm.model} has no tokenizer, and perplexity is that of a text: use another model")
+        raise ChairliftError(f"{llm.model} has no tokenizer, which the perplexity of a text needs: use another model")
     ids = llm.tokenizer.encode(text)[:TEXT_TOKENS]
     if len(ids) < PROMPTS * PROMPT_TOKENS:
         raise ChairliftError(
@@ -80,7 +80,7 @@ def _judge(llm: LLM, kv_dtype: str, text: str) -> Measured:
 
 
 def _decode(llm: LLM) -> float:
-    """Tokens per second of a full batch with long contexts."""
+    """Return the decode speed of a full batch with long contexts, in tokens per second."""
     draw = random.Random(0)
     prompts = [[draw.randrange(llm.config.vocab_size) for _ in range(CONTEXT)] for _ in range(BATCH)]
     results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True))
@@ -88,7 +88,7 @@ def _decode(llm: LLM) -> float:
 
 
 def kv_table(found: list[Measured], model: str) -> Table:
-    """One column for each kind of cache."""
+    """Return the table, with a column for each KV dtype."""
     exact = found[0]
     tokens = PROMPTS * ANSWER_TOKENS
     rows: list[tuple[str, Callable[[Measured], str]]] = [
@@ -102,7 +102,7 @@ def kv_table(found: list[Measured], model: str) -> Table:
             lambda each: f"{statistics.median(each.speeds):,.1f} tok/s",
         ),
         (
-            "its ratio, median of turns",
+            "ratio, median of runs",
             lambda each: f"{statistics.median(a / b for a, b in zip(each.speeds, exact.speeds, strict=True)):.2f}x",
         ),
     ]

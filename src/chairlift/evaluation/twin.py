@@ -1,4 +1,4 @@
-"""The model as a Hugging Face folder, so that every engine computes with the same weights."""
+"""The model as a Hugging Face folder, so that all engines load the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARD_BYTES = 2 << 30
 
 
 class Subject:
-    """The model under test, before anything of it is loaded."""
+    """The model under test: its config and files, without its weights."""
 
     def __init__(self, model: str, settings: Settings) -> None:
         self.is_random = settings.model.load_format == "dummy"
@@ -34,14 +34,14 @@ class Subject:
         self.config: ModelConfig = read_config(self._raw, settings.model.dtype, self.device.type, file)
 
     def encode(self, text: str) -> list[int]:
-        """A prompt in the model's own tokens."""
+        """Encode a prompt with the model's tokenizer."""
         tokenizer, problem = read_tokenizer(self._checkpoint)
         if tokenizer is None:
-            raise ChairliftError(f"the workload's prompts cannot be read: {problem}; give prompt_tokens instead")
+            raise ChairliftError(f"the workload's prompts cannot be encoded: {problem}; give prompt_tokens instead")
         return tokenizer.encode(text)
 
     def folder(self, scratch: Path) -> Path:
-        """Its own folder if it is one, or one written from its weights, once."""
+        """Return the model's own folder, or write one from its weights, once."""
         if self._checkpoint is not None and not isinstance(self._checkpoint, GgufCheckpoint):
             return self._checkpoint.path
         folder = scratch / "model"
@@ -52,7 +52,7 @@ class Subject:
 
 
 def write_folder(folder: Path, raw: dict[str, Any], config: ModelConfig, source: TensorSource) -> None:
-    """Write config.json and safetensors; no tokenizer, as requests come in token ids."""
+    """Write config.json and safetensors, without a tokenizer: requests have token ids."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -69,7 +69,7 @@ def write_folder(folder: Path, raw: dict[str, Any], config: ModelConfig, source:
 
 
 def _shards(config: ModelConfig) -> Iterable[list[str]]:
-    """The tensors' names, by file."""
+    """Yield the names of the tensors of each file."""
     names: list[str] = []
     held = 0
     for name, shape in outline(config)[1].items():

@@ -1,5 +1,5 @@
-"""Decoder families, what they are made of on disk, and how that becomes tensors.
+"""Decoder families, checkpoints on disk, and how checkpoints are loaded.
 
-Models see tokens, positions and pages; they know nothing of requests. Weights come from safetensors or GGUF only, and
-no code from a model repository ever runs.
+Models take tokens, positions and KV blocks and know nothing of requests. Weights are read from safetensors or GGUF
+only, and no code from a model repository ever runs.
 """

@@ -1,4 +1,4 @@
-"""The blocks that decoders are built of: grouped-query attention and a gated MLP, each with its residual."""
+"""The blocks of a decoder: grouped-query attention and a gated MLP, each with its residual."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from chairlift.ops.scoring import Scoring
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What an attention layer keeps of each token."""
+    """The shape of an attention layer's KV per token, and its window."""
 
     kv_heads: int
     head_dim: int
-    window: int = 0  # keys and values of tokens further back are never read again; 0: all are
+    window: int = 0  # older tokens' keys and values are not read; 0: no limit
 
 
 @dataclass(slots=True)
 class Attention:
-    """Grouped-query attention: queries, keys and values in one product, rotated, the latter kept in the cache."""
+    """Grouped-query attention: one product for queries, keys and values, rotary embedding, KV cache, output."""
 
-    qkv: Linear  # with the norm before it
-    output: Linear  # adds to the residual stream
+    qkv: Linear  # including the norm before it
+    output: Linear  # adds to the residual
     heads: int
     spec: CacheSpec
     rope: RopeConfig
     scoring: Scoring
-    norms: tuple[Norm, Norm] | None = None  # of each head's query and key
-    # Made by the decoder, which knows the longest sequence and whether its ops take arrays:
-    tables: tuple[Any, Any] = field(init=False)  # of `rope`: cosines and sines by position
+    norms: tuple[Norm, Norm] | None = None  # of the query and key of each head
+    # Set by Decoder.prepare, for the longest sequence and the decoder's array type:
+    tables: tuple[Any, Any] = field(init=False)  # cosines and sines of `rope` by position
     norm_weights: tuple[Any, Any] | None = field(init=False)
 
     def store(self, x: Any, layer: int, batch: Batch, cache: KvCache) -> Any:
-        """Return queries, keys and values [tokens, heads, dim], rotated; keys and values go to the cache."""
+        """Return rotated queries, keys and values [tokens, heads, dim], after writing keys and values to the cache."""
         heads = self.qkv(x).reshape(-1, self.heads + 2 * self.spec.kv_heads, self.spec.head_dim)
         eps = self.norms[0].eps if self.norms else 0.0
         rotate_and_store(heads, cache, layer, batch, self.tables, self.norm_weights, eps)
         return heads
 
     def attend(self, qkv: Any, x: Any, layer: int, batch: Batch, cache: KvCache) -> None:
-        """Add to x what its queries find in the cache."""
+        """Add the attention output of the queries over the cache to x."""
         seen = paged_attention(qkv, self.heads, cache, layer, batch, self.spec.window, self.scoring)
         self.output(seen, add_to=x)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """gate(x @ G) * (x @ U), projected back."""
+    """The MLP (gate(x @ G) * (x @ U)) @ D."""
 
-    gate_up: Linear  # with the norm before it
-    down: Linear  # adds to the residual stream
+    gate_up: Linear  # including the norm before it
+    down: Linear  # adds to the residual
 
     def __call__(self, x: Any) -> None:
         """Add the output to x."""
@@ -74,7 +74,7 @@ class Block:
     mlp: GatedMlp
 
     def __call__(self, x: Any, layer: int, batch: Batch, cache: KvCache, wanted: Wanted | None) -> Any:
-        """Return the residual stream behind the layer, of all tokens or of the `wanted` ones alone."""
+        """Return the residual after the layer, of all tokens or of the `wanted` ones alone."""
         qkv = self.attention.store(x, layer, batch, cache)
         if wanted is not None:  # the other tokens only have to store their keys and values
             chosen: Any = wanted.on_device if isinstance(x, torch.Tensor) else wanted.host
@@ -87,7 +87,7 @@ class Block:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        """Its linear layers, by what they are called in reports."""
+        """The linear layers by their names in reports."""
         return {
             "queries, keys, values": self.attention.qkv,
             "attention's output": self.attention.output,

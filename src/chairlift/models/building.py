@@ -1,4 +1,4 @@
-"""Building a decoder: what a family's file asks for its tensors, and the linear layers it makes of them."""
+"""Building a decoder: how a family takes its tensors, and the linear layers made of them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from chairlift.ops.linear import Linear, Reduce
 from chairlift.ops.norm import Norm
 from chairlift.ops.weight import Weight
 
-Parts = int | tuple[int, ...]  # the outputs of a matrix, or of each of several projections that are stored as one
+Parts = int | tuple[int, ...]  # outputs of a matrix, or of each projection in a matrix that stores several
 
 
 class Split(Enum):
-    """How ranks share a matrix [outputs, inputs]."""
+    """The dimension along which ranks split a matrix [outputs, inputs]."""
 
     OUTPUTS = 0
     INPUTS = 1
 
 
 class Take(Protocol):
-    """Hands out a model's tensors by their Hugging Face names; a tensor of another shape is an error."""
+    """Returns a model's tensors by their Hugging Face names; a tensor of another shape is an error."""
 
-    reduce: Reduce | None  # sums the partial output of a row-parallel layer over all ranks; None: there is one
+    reduce: Reduce | None  # sums a row-parallel layer's partial output over all ranks; None with one rank
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a whole tensor, in the model's dtype by default."""
         ...
 
     def weight(self, name: str, outputs: Parts, inputs: int, split: Split) -> Weight:
-        """Return a matrix, or this rank's part of it: its share of each projection that is stored in it."""
+        """Return a matrix, or this rank's part of each projection stored in it."""
         ...
 
 
 class RecordingTake:
-    """Gives tensors without memory, and records what was asked for: a model's names and shapes without its weights."""
+    """Returns meta tensors and records their names and shapes: a model's outline without its weights."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -63,9 +63,9 @@ def total(outputs: Parts) -> int:
 def column_linear(
     take: Take, prefix: str, outputs: Mapping[str, Parts], inputs: int, *, bias: bool = False, **around: Any
 ) -> Linear:
-    """Return several projections of one input as one layer: ranks have a part of the outputs of each.
+    """Return several projections of one input as one column-parallel layer: each rank has a part of the outputs.
 
-    `around` is what Linear computes beside the product: the norm before it, the gate behind it.
+    `around` are further arguments of Linear, such as norm and gate.
     """
     first, *rest = (
         take.weight(f"{prefix}{name}.weight", count, inputs, Split.OUTPUTS) for name, count in outputs.items()
@@ -75,9 +75,9 @@ def column_linear(
 
 
 def row_linear(
-    take: Take, name: str, outputs: int, inputs: int, *, bias: bool = False, after: Norm | None = None
+    take: Take, name: str, outputs: int, inputs: int, *, bias: bool = False, output_norm: Norm | None = None
 ) -> Linear:
-    """Return a layer that adds to the residual stream: ranks have a part of the inputs, and sum what they get."""
+    """Return a row-parallel layer: each rank has a part of the inputs, and outputs are summed over ranks."""
     weight = take.weight(f"{name}.weight", outputs, inputs, Split.INPUTS)
     own = take.tensor(f"{name}.bias", outputs) if bias else None
-    return Linear(weight, own, after=after, reduce=take.reduce)
+    return Linear(weight, own, output_norm=output_norm, reduce=take.reduce)

@@ -1,4 +1,4 @@
-"""What a model on disk offers, whatever its format: a config and tensors, in Hugging Face's words."""
+"""Checkpoints: a model's config and tensors under Hugging Face's names, from safetensors or GGUF."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,27 +20,27 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """The folder or file it was opened from."""
+        """The checkpoint's folder or file."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json, with generation_config.json under "generation_config" where there is one."""
+        """config.json, with generation_config.json, if any, under "generation_config"."""
 
     @property
     def config_file(self) -> Path:
         """The file that the config was read from."""
 
     def names(self) -> list[str]:
-        """The tensors, by Hugging Face's names."""
+        """Return the Hugging Face names of all tensors."""
 
     def nbytes(self) -> int:
-        """How many bytes all tensors have on disk."""
+        """Return the bytes of all tensors on disk."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """One tensor; without a type as it is stored, or as float32 if that is quantized."""
+        """Read a tensor; without a dtype as it is stored, or as float32 if it is quantized."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -65,7 +65,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 class SafetensorsCheckpoint:
-    """A folder as the Hugging Face hub has it: config.json and one or more safetensors files."""
+    """A folder as on the Hugging Face hub: config.json and one or more safetensors files."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -77,7 +77,9 @@ class SafetensorsCheckpoint:
         self.config = read_json(self.config_file)
         if (folder / "generation_config.json").exists():
             self.config["generation_config"] = read_json(folder / "generation_config.json")
-        Values(self.config_file, self.config).part("generation_config")  # an object, also within config.json itself
+        Values(self.config_file, self.config).part(
+            "generation_config"
+        )  # checks that it is an object, also if config.json itself has it
         self._files: dict[str, SafetensorsFile] = {}
         index = self._index()
         for shard in self._shards(index):
@@ -92,23 +94,23 @@ class SafetensorsCheckpoint:
             if name not in self._files:
                 raise ModelError(
                     f"{folder}: {INDEX} says that {owner} holds tensor {name}, but it does not: "
-                    "the files are of different models; fetch the model again"
+                    "the files belong to different models; fetch the model again"
                 )
 
     def names(self) -> list[str]:
-        """The tensors, by the names they are stored under."""
+        """Return the names of all tensors."""
         return list(self._files)
 
     def nbytes(self) -> int:
-        """How many bytes all tensors have on disk."""
+        """Return the bytes of all tensors on disk."""
         return sum(file.tensors[name].nbytes for name, file in self._files.items())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return self._file(name).tensors[name].shape
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """One tensor: a view of the file unless the type or the device is another."""
+        """Read a tensor: a view of the file unless dtype or device differ."""
         return self._file(name).read(name).to(device=device, dtype=dtype)
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -117,7 +119,7 @@ class SafetensorsCheckpoint:
         return self._files[name]
 
     def _index(self) -> dict[str, str]:
-        """Which shard has which tensor, by the index; empty without one."""
+        """Return the shard of each tensor, from the index; empty without an index."""
         path = self.path / INDEX
         if not path.exists():
             return {}
@@ -125,7 +127,7 @@ class SafetensorsCheckpoint:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{path} has no weight_map: the file is damaged; delete it and fetch it again")
         for name, file in weight_map.items():
-            # A model's files lie beside its index. Links there are followed: the hub's cache is made of them.
+            # Shards must be in the index's folder. Symbolic links are followed: the hub's cache consists of them.
             if not is_name(name) or not is_name(file) or Path(file).name != file:
                 raise ModelError(
                     f"{path} says that {show(file)} holds tensor {show(name)}: use the names of files in its own folder"
@@ -133,7 +135,7 @@ class SafetensorsCheckpoint:
         return weight_map
 
     def _shards(self, index: dict[str, str]) -> list[Path]:
-        """The files which together are the model."""
+        """Return the files of the model."""
         named = sorted(set(index.values()))
         if named:
             missing = [name for name in named if not (self.path / name).is_file()]
@@ -173,23 +175,23 @@ class GgufCheckpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The file's own metadata: it also carries the tokenizer and the chat template."""
+        """The file's metadata, which includes the tokenizer and the chat template."""
         return self._file.metadata
 
     def names(self) -> list[str]:
-        """The tensors, by Hugging Face's names."""
+        """Return the Hugging Face names of all tensors."""
         return list(self._gguf_names)
 
     def nbytes(self) -> int:
-        """How many bytes all tensors have on disk."""
+        """Return the bytes of all tensors on disk."""
         return sum(self._file.tensors[name].nbytes for name in self._gguf_names.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return self._file.tensors[self._gguf_name(name)].shape
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """One tensor, dequantized, with its rows in Hugging Face's order."""
+        """Read a tensor, dequantized, with its rows in Hugging Face's order."""
         gguf_name = self._gguf_name(name)
         stored = self._file.tensors[gguf_name].type.plain
         weights = self._file.read(gguf_name, dtype or stored or torch.float32, device)

@@ -1,4 +1,4 @@
-"""ModelConfig: what every decoder has, read from a Hugging Face config."""
+"""ModelConfig: the values that every decoder has, read from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from chairlift.core.values import Values
 MAX_LAYERS = 10_000
 MAX_HEADS = 1 << 16
 MAX_LENGTH = 1 << 24
-"""Beyond any model there is, and small enough that what is made for each layer or head takes megabytes at most."""
+"""Above any real model, and small enough that objects per layer or head take megabytes at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What every decoder has; a family's file reads the rest of its config from `values`."""
+    """The values that every decoder has; a family's file reads its own from `values`."""
 
     architecture: str
     values: Values
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_common(architecture: str, values: Values, dtype: str, device: str, ties: bool) -> ModelConfig:
-    """Read what every decoder has; `ties` is whether the family's embedding is its head where the config is silent."""
+    """Read the common values; `ties` is the family's default of tie_word_embeddings."""
     vocab_size = values.count("vocab_size")
     heads, kv_heads, head_dim = _heads(values)
     return ModelConfig(
@@ -59,7 +59,7 @@ def read_common(architecture: str, values: Values, dtype: str, device: str, ties
 
 
 def _heads(values: Values) -> tuple[int, int, int]:
-    """How many heads of queries and of keys, and their size."""
+    """Read the numbers of query and KV heads, and the head size."""
     heads = values.count("num_attention_heads", most=MAX_HEADS)
     kv_heads = values.count("num_key_value_heads", heads, most=MAX_HEADS)
     if heads % kv_heads:
@@ -69,7 +69,7 @@ def _heads(values: Values) -> tuple[int, int, int]:
         raise values.wrong("hidden_size", f"use a multiple of num_attention_heads, which is {heads}, or add head_dim")
     head_dim = values.count("head_dim", hidden // heads, most=MAX_HEADS)
     if head_dim % 2:
-        raise values.wrong("head_dim", "use an even number: rotary embeddings turn pairs of dimensions")
+        raise values.wrong("head_dim", "use an even number: rotary embeddings rotate pairs of dimensions")
     return heads, kv_heads, head_dim
 
 
@@ -80,11 +80,11 @@ def _choose_dtype(values: Values, wanted: str, device: str) -> torch.dtype:
             raise ModelError(f"dtype {wanted!r} is unknown: use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
     if device == "cpu":
-        return torch.float32  # what our CPU kernels are written for; half precision is slower there
+        return torch.float32  # the dtype of our CPU kernels; half precision is slower there
     return torch.bfloat16 if own == "float32" else DTYPES.get(own, torch.bfloat16)
 
 
 def _eos_ids(values: Values, vocab_size: int) -> frozenset[int]:
-    """Every id that ends an answer; the generation config may know more than the model's."""
+    """Return all end-of-sequence ids, of config.json and of generation_config.json."""
     generation = values.part("generation_config")
     return frozenset(id for each in (values, generation) for id in each.ids("eos_token_id", vocab_size))

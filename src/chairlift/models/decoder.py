@@ -17,7 +17,7 @@ from chairlift.ops.linear import Linear
 
 
 class Decoder:
-    """Tokens in, logits out; keys and values go to the cache on the way."""
+    """Computes hidden states and logits of tokens, and writes their keys and values to the cache."""
 
     def __init__(
         self,
@@ -32,48 +32,48 @@ class Decoder:
         self.config = config
         self.embedding = embedding
         self.blocks = blocks
-        self.head = head  # with the norm before it
+        self.head = head  # including the norm before it
         self.device = embedding.device
         self.is_compiled = embedding.device.type == "cpu" and embedding.dtype == torch.float32
-        # Rounded to the model's dtype before it multiplies, as Gemma does it.
+        # Rounded to the model's dtype before it multiplies, as in Gemma.
         self._scale = None if embedding_scale is None else float(torch.tensor(embedding_scale, dtype=embedding.dtype))
         self._logit_cap = logit_cap
 
     def prepare(self, max_length: int) -> None:
-        """Make what layers need for sequences of up to `max_length` tokens; those of the same rope share its tables."""
+        """Compute the rotary tables for up to `max_length` tokens, shared by layers with the same rope."""
         tables: dict[int, tuple[Any, Any]] = {}
         for attention in (block.attention for block in self.blocks):
             key = id(attention.rope)
             if key not in tables:
                 cos, sin = rope_tables(attention.rope, attention.spec.head_dim, max_length, self.device)
-                tables[key] = self._lay(cos), self._lay(sin)
+                tables[key] = self._as_array(cos), self._as_array(sin)
             attention.tables = tables[key]
             norms = attention.norms
-            attention.norm_weights = norms and (self._lay(norms[0].weight), self._lay(norms[1].weight))
+            attention.norm_weights = norms and (self._as_array(norms[0].weight), self._as_array(norms[1].weight))
 
     @property
     def specs(self) -> list[CacheSpec]:
-        """What each layer keeps of a token."""
+        """The KV cache spec of each layer."""
         return [block.attention.spec for block in self.blocks]
 
     @property
     def window(self) -> int:
-        """Tokens back from which on no layer reads keys and values; 0: some layer reads all."""
+        """The largest window of all layers, in tokens; 0 if a layer has none."""
         windows = [spec.window for spec in self.specs]
         return max(windows) if all(windows) else 0
 
     @property
     def query_width(self) -> int:
-        """Elements of a token's queries in all layers: each is multiplied with a key, and its weight with a value."""
+        """Elements of a token's queries in all layers, for counting attention's operations."""
         return sum(block.attention.heads * block.attention.spec.head_dim for block in self.blocks)
 
     @property
     def layer_weights(self) -> int:
-        """Elements of all layers' matrices: each multiplies every token once."""
+        """Elements of all layers' matrices: multiply-adds per token."""
         return sum(math.prod(linear.shape) for block in self.blocks for linear in block.linears.values())
 
     def kv_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that one token's keys and values take in all layers, in the model's dtype by default."""
+        """Return the bytes of one token's keys and values in all layers, in the model's dtype by default."""
         return bytes_per_token(*self._kv_shape, dtype or self.config.dtype)
 
     def make_cache(self, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KvCache:
@@ -85,7 +85,7 @@ class Decoder:
     @property
     def _kv_shape(self) -> tuple[int, int, int]:
         shapes = {(spec.kv_heads, spec.head_dim) for spec in self.specs}
-        assert len(shapes) == 1, "layers whose keys and values differ in shape need a cache each"
+        assert len(shapes) == 1, "layers with keys and values of different shapes would need several caches"
         return len(self.blocks), *shapes.pop()
 
     def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: Wanted | None) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Decoder:
         embedded = F.embedding(tokens, self.embedding)
         if self._scale is not None:
             embedded *= self._scale
-        x = self._lay(embedded)  # the residual stream: layers add to it in place
+        x = self._as_array(embedded)  # the residual: layers add to it in place
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, batch, cache, wanted if layer == last else None)
@@ -106,6 +106,6 @@ class Decoder:
             found.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
         return found
 
-    def _lay(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor as this decoder's ops take it: as an array where compiled CPU kernels do the work."""
+    def _as_array(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor as a NumPy array if the ops are compiled CPU kernels, else unchanged."""
         return tensor.numpy() if self.is_compiled else tensor

@@ -1,7 +1,7 @@
-"""Reads GGUF, the one-file model format: typed metadata, then tensors in block formats (see gguf_quants).
+"""Reader of GGUF, the one-file model format: typed metadata, then tensors in block formats (see gguf_quants).
 
-Every length and count in the file is checked against the file's end, and against what any model has, before memory is
-taken for it: a truncated, damaged or hostile file is a `ModelError` and nothing else.
+Every length and count in the file is checked against the file's size and against limits of real models before memory is
+allocated for it: a truncated, damaged or hostile file raises a `ModelError` and nothing else.
 """
 
 import math
@@ -15,18 +15,18 @@ import torch
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
-from chairlift.models.gguf_quants import FORMATS, UNREAD, BlockFormat, dequantize
+from chairlift.models.gguf_quants import FORMATS, UNSUPPORTED, BlockFormat, dequantize
 from chairlift.models.mapped import REFETCH, map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 
-# Several times what any model has. A file may have holes and so be of any size for nothing: only such limits bound the
-# memory that its header takes, to some hundreds of megabytes.
+# Several times the counts of any real model. A sparse file can have any size at no cost, so only these limits bound the
+# memory of its header, to some hundreds of megabytes.
 MAX_TENSORS = 1 << 17
 MAX_ENTRIES = 1 << 16
-MAX_ELEMENTS = 1 << 22  # of all arrays together: tokens, their types and scores, merges
+MAX_ELEMENTS = 1 << 22  # in all arrays together: tokens, token types, scores, merges
 MAX_HEADER = 1 << 26  # bytes
 
 STRING, ARRAY = 8, 9
@@ -36,7 +36,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies in the file; the shape is in torch's order, the last dimension contiguous."""
+    """A tensor's location in the file; the shape is in torch's order, the last dimension contiguous."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file: `metadata` and `tensors` at once, weights when they are read."""
+    """An open GGUF file: `metadata` and `tensors` are parsed at once, weights by `read`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class GgufFile:
         self.tensors = self._place(infos, start)
 
     def read(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
-        """The weights of one tensor; bytes cross to the device before they grow into weights there.
+        """Read a tensor's weights; the quantized bytes are copied to the device and dequantized there.
 
         >>> file = GgufFile(resolve("smollm2-135m"))  # doctest: +SKIP
         >>> file.read("output_norm.weight").shape  # doctest: +SKIP
@@ -76,7 +76,7 @@ class GgufFile:
         return dequantize(raw.to(device), tensor.type, dtype).view(tensor.shape)
 
     def _place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
-        """Turn offsets into the data section into offsets into the file, and check that the file holds them."""
+        """Convert offsets in the data section to offsets in the file, and check them against its size."""
         tensors: dict[str, GgufTensor] = {}
         size = len(self._data)
         for info in infos:
@@ -99,7 +99,7 @@ class GgufFile:
 
 
 class _Header:
-    """A cursor over the header which cannot run past the end of the file."""
+    """A cursor over the header that cannot pass the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -108,7 +108,7 @@ class _Header:
         self.elements = 0
 
     def counts(self) -> tuple[int, int]:
-        """Check what kind of file this is; how many tensors and metadata entries follow."""
+        """Check magic and version; return the numbers of tensors and metadata entries."""
         magic = self.data[:4]
         if magic != MAGIC:
             raise ModelError(f"{self.path} is not a GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
@@ -124,7 +124,7 @@ class _Header:
         return tensors, entries
 
     def entries(self, count: int) -> dict[str, Any]:
-        """The metadata."""
+        """Read the metadata."""
         found: dict[str, Any] = {}
         for _ in range(count):
             key, value = self.entry()
@@ -134,7 +134,7 @@ class _Header:
         return found
 
     def entry(self) -> tuple[str, Any]:
-        """One metadata entry."""
+        """Read a metadata entry."""
         key = self.string()
         (kind,) = self.numbers("I")
         if kind in NUMBERS:
@@ -146,7 +146,7 @@ class _Header:
         raise self.damaged(f"metadata type {kind} of {show(key)}")
 
     def tensor(self) -> GgufTensor:
-        """One tensor's description; its offset still counts from the start of the data."""
+        """Read a tensor's description; its offset is relative to the data section."""
         name = self.string()
         if not is_name(name):
             raise self.damaged(f"tensor name {show(name)}")
@@ -159,7 +159,7 @@ class _Header:
         if form is None:
             supported = ", ".join(each.name for each in FORMATS.values())
             raise ModelError(
-                f"{self.path}: tensor {name} has type {UNREAD.get(kind, kind)}, which is not read; "
+                f"{self.path}: tensor {name} has type {UNSUPPORTED.get(kind, kind)}, which is not supported; "
                 f"use a file quantized with {supported} (for example Q4_K_M)"
             )
         if 0 in shape or not shape or shape[-1] % form.values:
@@ -167,22 +167,22 @@ class _Header:
         return GgufTensor(name, shape, form, offset)
 
     def data_start(self, alignment: object) -> int:
-        """Where the first tensor's bytes lie, after the header and its padding."""
+        """Return the offset of the data section, after the header and its padding."""
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
             raise self.damaged(f"alignment {show(alignment)}")
         return -(-self.at // alignment) * alignment
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
-        """The next numbers, packed without padding."""
+        """Read numbers, packed without padding."""
         start = self.skip(struct.calcsize(f"<{codes}"))
         return struct.unpack_from(f"<{codes}", self.data, start)
 
     def string(self) -> str:
-        """The next string: its length, then UTF-8."""
+        """Read a string: its length, then UTF-8."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """The next strings; the one loop of the reader that runs hundreds of thousands of times."""
+        """Read strings; this loop runs hundreds of thousands of times, so it uses local variables."""
         data, at, size = self.data, self.at, min(len(self.data), MAX_HEADER)
         length_at = struct.Struct("<Q").unpack_from
         strings = []
@@ -201,7 +201,7 @@ class _Header:
         return strings
 
     def array(self) -> list[Any]:
-        """The next array: the type of its elements, their number, then they."""
+        """Read an array: the type of its elements, their number, the elements."""
         kind, count = self.numbers("IQ")
         self.elements += count
         self.limit(self.elements, MAX_ELEMENTS, "elements in arrays")
@@ -212,7 +212,7 @@ class _Header:
         return list(self.numbers(f"{count}{NUMBERS[kind]}"))
 
     def skip(self, count: int) -> int:
-        """Step over bytes which must be there; where they began."""
+        """Skip `count` bytes, which must exist; return the offset of the first."""
         start = self.at
         self.at = start + count
         if self.at > min(len(self.data), MAX_HEADER):
@@ -220,21 +220,21 @@ class _Header:
         return start
 
     def limit(self, count: int, most: int, what: str) -> None:
-        """Refuse a count that no model has, before anything is made for each."""
+        """Raise for a count above any real model's, before memory is allocated for it."""
         if count > most:
             raise self.damaged(f"{count:,} {what} where at most {most:,} are read")
 
     def too_long(self, end: int) -> ModelError:
-        """The header goes on past the file's end, or past what any header has."""
+        """Return the error for a header that extends past the file's end or past MAX_HEADER."""
         return self.cut_off() if end > len(self.data) else self.damaged(f"a header of more than {MAX_HEADER:,} bytes")
 
     def cut_off(self) -> ModelError:
-        """The file ends inside its header."""
+        """Return the error for a file that ends inside its header."""
         return ModelError(
             f"{self.path}: the header goes on past the file's {len(self.data)} bytes: "
             f"the download is incomplete; {REFETCH}"
         )
 
     def damaged(self, what: str) -> ModelError:
-        """The header says something which cannot be."""
+        """Return the error for an impossible value in the header."""
         return ModelError(f"{self.path}: {what}, before byte {self.at}: the file is damaged; {REFETCH}")

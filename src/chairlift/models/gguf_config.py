@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model, in the words of a Hugging Face config.json and its tensor names."""
+"""Conversion of GGUF metadata to a Hugging Face config.json, and of GGUF tensor names to Hugging Face's."""
 
 import re
 from typing import Any
@@ -19,9 +19,9 @@ ARCHITECTURES = {
 }
 
 INTERLEAVED = ("llama", "mistral")
-"""Families whose converters reorder the rows of attn_q and attn_k, from rotated halves to rotated neighbours."""
+"""Families for which converters reorder the rows of attn_q and attn_k, from rotated halves to rotated neighbours."""
 
-TOP_NAMES = {
+GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -42,25 +42,25 @@ LAYER_NAMES = {
 }
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies (Llama 3): a tensor in GGUF, part of the config in Hugging Face's words."""
+"""Divisors of the rotary frequencies (Llama 3): a tensor in GGUF, part of the config in Hugging Face's format."""
 
 
 def hf_name(gguf_name: str) -> str:
-    """The Hugging Face name of a GGUF tensor.
+    """Return the Hugging Face name of a GGUF tensor.
 
     >>> hf_name("blk.3.ffn_up.weight")
     'model.layers.3.mlp.up_proj.weight'
     """
-    if gguf_name in TOP_NAMES:
-        return TOP_NAMES[gguf_name]
+    if gguf_name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[gguf_name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", gguf_name)
     if match is None or match[2] not in LAYER_NAMES:
-        raise ModelError(f"tensor {gguf_name} belongs to no family that is read ({', '.join(ARCHITECTURES)})")
+        raise ModelError(f"tensor {gguf_name} belongs to no supported family ({', '.join(ARCHITECTURES)})")
     return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
 
 
 def hf_layout(weights: torch.Tensor, gguf_name: str, config: dict[str, Any]) -> torch.Tensor:
-    """Put the rows of a query or key projection back into Hugging Face's order, where converters change it."""
+    """Restore Hugging Face's row order of a query or key projection that a converter has reordered."""
     heads = _heads(gguf_name, config)
     if heads is None or config["model_type"] not in INTERLEAVED:
         return weights
@@ -70,12 +70,12 @@ def hf_layout(weights: torch.Tensor, gguf_name: str, config: dict[str, Any]) -> 
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """The config.json that the model in a GGUF file would have."""
+    """Return the config.json that corresponds to a GGUF file."""
     family, facts = _facts(file)
     heads = facts.count("attention.head_count", most=MAX_HEADS)
     hidden = facts.count("embedding_length")
     window = facts.count("attention.sliding_window", 0, least=0, most=MAX_LENGTH) or None
-    # Llama has no window: a llama file with one is a Mistral, which converters store under that name.
+    # Llama has no window: converters store Mistral, which has one, as llama.
     family = "mistral" if family == "llama" and window else family
     first = file.tensors.get("blk.0.attn_q.weight")
     dtype = first.type.plain if first and first.type.plain else torch.bfloat16
@@ -97,7 +97,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        # In Hugging Face's words: on all four projections. Qwen2 has biases on q, k and v by its architecture alone.
+        # attention_bias means all four projections; Qwen2 has biases of q, k and v without this setting.
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -110,12 +110,12 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _facts(file: GgufFile) -> tuple[str, Values]:
-    """The model's family, and what the metadata says under the family's name."""
+    """Return the model's family, and the metadata under the family's prefix."""
     general = Values(file.path, file.metadata)
     family = general.text("general.architecture", "(none named)")
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{file.path}: architecture {show(family)} is not supported; those that are: {known}")
+        raise ModelError(f"{file.path}: architecture {show(family)} is not supported; supported are {known}")
     parts = general.count("split.count", 0, least=0)
     if parts > 1:
         raise ModelError(
@@ -134,17 +134,17 @@ def _facts(file: GgufFile) -> tuple[str, Values]:
 
 
 def _of_all_layers(value: Any) -> Any:
-    """A value that a file may state for each layer, where it is the same for all."""
+    """Return the common value of a per-layer list, or the value unchanged."""
     return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
 
 def _decimal(facts: Values, key: str, default: float) -> float:
-    """A float as its author wrote it: 1e-05, where the file's 32 bits hold 9.99999974e-06."""
+    """Read a float32 as its shortest decimal: 1e-05 where the file has 9.99999974e-06."""
     return float(str(np.float32(facts.number(key, default))))
 
 
 def _layers(file: GgufFile, facts: Values) -> int:
-    """How many layers there are: no more than the file has tensors for."""
+    """Read the number of layers, and check that the file has tensors for all of them."""
     layers = facts.count("block_count", most=MAX_LAYERS)
     held = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
     if layers > held:
@@ -153,7 +153,7 @@ def _layers(file: GgufFile, facts: Values) -> int:
 
 
 def _rope_factors(file: GgufFile, head_dim: int) -> list[float]:
-    """The divisors of the rotary frequencies."""
+    """Read the divisors of the rotary frequencies."""
     shape = file.tensors[ROPE_FACTORS].shape
     if shape != (head_dim // 2,):
         raise ModelError(
@@ -165,7 +165,7 @@ def _rope_factors(file: GgufFile, head_dim: int) -> list[float]:
 
 
 def _vocabulary(file: GgufFile) -> int:
-    """The size of the embedding, which is what counts; some files do not say it elsewhere."""
+    """Return the vocabulary size, from the embedding: some files have it nowhere else."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no tensor token_embd.weight: it is not a whole language model")
@@ -173,9 +173,9 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _rope_scaling(facts: Values) -> dict[str, Any] | None:
-    """How positions are stretched beyond the trained length."""
+    """Return the rope_scaling of config.json, or None."""
     kind = facts.text("rope.scaling.type", "none")
-    old_factor = _decimal(facts, "rope.scale_linear", 1.0)  # the key before there were types
+    old_factor = _decimal(facts, "rope.scale_linear", 1.0)  # the key of older files, without a type
     factor = _decimal(facts, "rope.scaling.factor", old_factor)
     if kind == "none" and old_factor != 1.0:
         kind = "linear"
@@ -197,7 +197,7 @@ def _rope_scaling(facts: Values) -> dict[str, Any] | None:
 
 
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
-    """Where texts begin and end; a chat model may end a turn with another token than a text."""
+    """Return the special token ids; eot and eom, which end a chat turn, count as eos too."""
     metadata, vocabulary = Values(file.path, file.metadata), _vocabulary(file)
 
     def token(key: str) -> int | None:
@@ -213,17 +213,17 @@ def _special_tokens(file: GgufFile) -> dict[str, Any]:
 
 
 def _heads(gguf_name: str, config: dict[str, Any]) -> int | None:
-    """How many heads the rows of a query or key projection are; None for any other tensor."""
+    """Return the number of heads of a query or key projection; None for any other tensor."""
     if ".attn_q." in gguf_name:
         return int(config["num_attention_heads"])
     return int(config["num_key_value_heads"]) if ".attn_k." in gguf_name else None
 
 
 def _check_heads(file: GgufFile, config: dict[str, Any], rotated: int) -> None:
-    """Whether the projections are as large as the heads in the metadata say, and rotate as a whole."""
+    """Check that projections have the size that the metadata's heads imply, and that whole heads are rotated."""
     if rotated != config["head_dim"] or rotated % 2:
         raise ModelError(
-            f"{file.path} rotates {rotated} of {config['head_dim']} dimensions of a head; only all of them is supported"
+            f"{file.path} rotates {rotated} of {config['head_dim']} dimensions of a head; only whole heads work"
         )
     for tensor in file.tensors.values():
         heads = _heads(tensor.name, config)

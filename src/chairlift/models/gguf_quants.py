@@ -1,8 +1,8 @@
-"""The block formats of GGUF weights, unpacked with torch so that it works wherever the bytes are.
+"""The block formats of GGUF weights, unpacked with torch on the device of the bytes.
 
 A block is a few scales and a run of small integers, and each format here is one function from blocks, `(n, nbytes)`
 uint8, to weights, `(n, values)` float32. Products and sums stay separate operations: a fused multiply-add rounds once
-instead of twice, and the weights would then differ from other readers' in the last bit, by machine.
+instead of twice, and weights would differ in the last bit from other readers and between machines.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 20
-"""Weights unpacked at a time: the intermediate tensors of a chunk stay in cache, and its few calls cost little."""
+"""Weights unpacked at a time: few enough that intermediate tensors fit the cache, enough that calls cost little."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How one GGUF tensor type lays out weights in bytes."""
+    """The byte layout of one GGUF tensor type."""
 
     name: str
     values: int
     nbytes: int
     unpack: Callable[[Tensor], Tensor]
     plain: torch.dtype | None = None
-    """The torch type the bytes already are, for formats which are not quantized."""
+    """The torch dtype of the bytes, for formats that are not quantized."""
 
 
 def dequantize(raw: Tensor, form: BlockFormat, dtype: torch.dtype) -> Tensor:
@@ -45,56 +45,56 @@ def dequantize(raw: Tensor, form: BlockFormat, dtype: torch.dtype) -> Tensor:
 
 
 def f32(blocks: Tensor) -> Tensor:
-    """Four bytes are a float."""
+    """Unpack float32."""
     return blocks.view(torch.float32)
 
 
 def f16(blocks: Tensor) -> Tensor:
-    """Two bytes are an IEEE half."""
+    """Unpack float16."""
     return blocks.view(torch.float16)
 
 
 def bf16(blocks: Tensor) -> Tensor:
-    """Two bytes are the upper half of a float."""
+    """Unpack bfloat16."""
     return blocks.view(torch.bfloat16)
 
 
 def q8_0(blocks: Tensor) -> Tensor:
-    """A scale, then 32 signed bytes."""
+    """Unpack a scale, then 32 signed bytes."""
     return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
 
 
 def q4_0(blocks: Tensor) -> Tensor:
-    """A scale, then 32 nibbles centred on 8."""
+    """Unpack a scale, then 32 nibbles centred on 8."""
     return _centred(_nibbles(blocks[:, 2:]), 8).mul_(_halves(blocks, 0))
 
 
 def q4_1(blocks: Tensor) -> Tensor:
-    """A scale and a minimum, then 32 nibbles."""
+    """Unpack a scale and a minimum, then 32 nibbles."""
     return _nibbles(blocks[:, 4:]).float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def q5_0(blocks: Tensor) -> Tensor:
-    """A scale, 32 fifth bits, then 32 nibbles; centred on 16."""
+    """Unpack a scale, 32 fifth bits, then 32 nibbles; centred on 16."""
     numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
     return _centred(numbers, 16).mul_(_halves(blocks, 0))
 
 
 def q5_1(blocks: Tensor) -> Tensor:
-    """A scale and a minimum, 32 fifth bits, then 32 nibbles."""
+    """Unpack a scale and a minimum, 32 fifth bits, then 32 nibbles."""
     numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
     return numbers.float().mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
 
 
 def q4_k(blocks: Tensor) -> Tensor:
-    """256 nibbles in 8 groups, each with a 6-bit scale and a 6-bit minimum of two shared halves."""
+    """Unpack 256 nibbles in 8 groups, each with a 6-bit scale and a 6-bit minimum in units of two float16 per block."""
     scales, minimums = _group_scales(blocks)
     numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
     return numbers.float().mul_(scales).sub_(minimums).view(-1, 256)
 
 
 def q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, with the fifth bits of group g in bit g of 32 bytes."""
+    """Unpack Q4_K with fifth bits: those of group g are bit g of 32 bytes."""
     scales, minimums = _group_scales(blocks)
     numbers = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
     high = blocks[:, 16:48].contiguous()
@@ -104,7 +104,7 @@ def q5_k(blocks: Tensor) -> Tensor:
 
 
 def q6_k(blocks: Tensor) -> Tensor:
-    """256 six-bit numbers centred on 32, in 16 groups with a signed byte as scale, of one shared half."""
+    """Unpack 256 six-bit numbers centred on 32, in 16 groups with int8 scales in units of one float16 per block."""
     scales = blocks[:, 192:208].view(torch.int8).float().mul_(_halves(blocks, 208))
     # Each half block is four runs of 32: the low nibbles of 64 bytes, then their high nibbles; a byte of `high` holds
     # the upper two bits of one number of each run.
@@ -116,29 +116,29 @@ def q6_k(blocks: Tensor) -> Tensor:
 
 
 def _halves(blocks: Tensor, start: int) -> Tensor:
-    """The IEEE half at one byte of every block, as a float column."""
+    """Return the float16 at byte `start` of every block, as a float32 column."""
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """The low nibbles of each run of bytes, then its high ones."""
-    packed = packed.contiguous()  # shifting rows of a few bytes in place of one long run takes ten times as long
+    """Return the low nibbles of each run of bytes, then the high nibbles."""
+    packed = packed.contiguous()  # shifting many short rows takes ten times as long as one long run
     return torch.stack((packed & 15, packed >> 4), dim=-2).flatten(-2)
 
 
 def _centred(numbers: Tensor, zero: int) -> Tensor:
-    """Floats of unsigned numbers which stand for 0 at `zero`."""
+    """Subtract `zero` from unsigned numbers and return float32."""
     return numbers.view(torch.int8).sub_(zero).float()
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """The bits of four bytes, lowest first, each worth 16."""
+    """Return the bits of four bytes, lowest first, each times 16."""
     shifts = torch.arange(32, dtype=torch.int32, device=packed.device)
     return (packed.contiguous().view(torch.int32) >> shifts & 1).to(torch.uint8) << 4
 
 
 def _group_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minimums of a K block, from the 12 bytes which pack them."""
+    """Return the 8 scales and 8 minimums of a K block, unpacked from 12 bytes."""
     # Bytes 0-3 and 4-7 hold the first four scales and minimums in their low 6 bits, and in their top 2 bits the upper
     # bits of the last four, whose lower nibbles share bytes 8-11.
     first, second, shared = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
@@ -163,9 +163,9 @@ FORMATS: dict[int, BlockFormat] = {
     14: BlockFormat("Q6_K", 256, 210, q6_k),
     30: BlockFormat("BF16", 1, 2, bf16, torch.bfloat16),
 }
-"""What is read, by the number a GGUF file gives the type."""
+"""Supported formats by their GGUF type number."""
 
-UNREAD: dict[int, str] = {
+UNSUPPORTED: dict[int, str] = {
     9: "Q8_1",
     10: "Q2_K",
     11: "Q3_K",
@@ -183,4 +183,4 @@ UNREAD: dict[int, str] = {
     35: "TQ2_0",
     39: "MXFP4",
 }
-"""Names for the types a user may meet and that are not read, so that the error can name them."""
+"""Names of unsupported types, for errors."""

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, with its many errors told as one line each."""
+"""Download of models from the Hugging Face hub, with one-line errors."""
 
 import sys
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from pathlib import Path
 from chairlift.core.errors import ModelError
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "tokenizer.model", "merges.txt"]
-# Folders hold other formats of the same weights, and consolidated files the same weights under other names.
+# Subfolders hold other formats of the same weights, consolidated files the same weights under other names.
 UNWANTED = ["*/*", "consolidated*"]
 
 
 def fetch(repo: str, file: str | None = None, *, progress: bool = True) -> Path:
-    """The local folder of a repository, or one file of it; downloads what is not in the hub's own cache."""
-    # Imported late: it takes longer to import than most models to find.
+    """Return the local folder of a repository, or one file of it, downloading what the hub's cache lacks."""
+    # Imported late: the import takes longer than finding most models.
     from huggingface_hub import hf_hub_download, snapshot_download
 
     with _bars(progress), _plain_errors(repo, file):
@@ -36,7 +36,7 @@ def _gguf_advice(repo: str) -> str:
 
 @contextmanager
 def _bars(progress: bool) -> Iterator[None]:
-    """Show the hub's own progress bars, or none where nobody watches."""
+    """Show the hub's progress bars only on a terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled() or (progress and sys.stderr.isatty()):
@@ -51,7 +51,7 @@ def _bars(progress: bool) -> Iterator[None]:
 
 @contextmanager
 def _plain_errors(repo: str, file: str | None) -> Iterator[None]:
-    """Turn whatever the hub's client raises into what happened and what to do."""
+    """Convert the hub client's exceptions to a ModelError with a remedy."""
     from huggingface_hub import errors
 
     try:
@@ -75,6 +75,6 @@ def _plain_errors(repo: str, file: str | None) -> Iterator[None]:
     except errors.HFValidationError as problem:
         raise ModelError(f"{repo} is not a name the Hugging Face hub can have: expected org/name") from problem
     except Exception as problem:
-        # Its HTTP client's own errors, which differ from version to version, a full disk, a server error.
+        # Errors of its HTTP client, which differ between versions, a full disk, a server error.
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         raise ModelError(f"{repo} cannot be fetched from the Hugging Face hub: {reason}; try again") from problem

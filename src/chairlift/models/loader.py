@@ -1,4 +1,4 @@
-"""From a checkpoint, or from nothing, to a Decoder on its device."""
+"""Load a Decoder onto its device, from a checkpoint or with random weights."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from chairlift.ops.dense import Dense
 from chairlift.ops.linear import Reduce
 from chairlift.ops.weight import Weight
 
-Progress = Callable[[int], None]  # told how many bytes more are in place
+Progress = Callable[[int], None]  # called with the bytes of each loaded tensor
 
 
 class TensorSource(Protocol):
-    """Hands out a model's tensors by their Hugging Face names."""
+    """Returns a model's tensors by their Hugging Face names."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it; a ModelError if there is no such tensor."""
+        """Return the shape of a tensor without reading it; raise ModelError if it does not exist."""
         ...
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor, in `dtype` if given."""
+        """Read a tensor, in `dtype` if given."""
         ...
 
 
 class RandomTensors:
-    """Random weights of the right shapes: speed does not depend on what a model has learned."""
+    """Random weights of the config's shapes, for measuring speed."""
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
         _, self._shapes = outline(config)
@@ -40,11 +40,11 @@ class RandomTensors:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the config asks for."""
+        """Return the shape that the config implies."""
         return self._shapes[name]
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Norms are 1, biases and matrices small and normal, as a fresh model's are."""
+        """Return ones for norms, and small normal numbers for biases and matrices, as in an untrained model."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self._device)
@@ -52,7 +52,7 @@ class RandomTensors:
 
 
 class LoadingTake:
-    """Reads tensors from a source and puts them on a device."""
+    """Reads tensors from a source and copies them to a device."""
 
     def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
         self.reduce: Reduce | None = None
@@ -76,11 +76,11 @@ def load_decoder(
     max_length: int,
     progress: Progress = lambda _bytes: None,
 ) -> Decoder:
-    """Read every tensor once, layer by layer, into the layout its device likes."""
-    for name, expected in outline(config)[1].items():  # all of them before any takes memory
+    """Read every tensor once, layer by layer, into the layout of its device."""
+    for name, expected in outline(config)[1].items():  # check all shapes before memory is allocated
         if (shape := source.shape(name)) != expected:
             raise ModelError(
-                f"tensor {name} has shape {shape}, but the config asks for {expected}: "
+                f"tensor {name} has shape {shape}, but the config implies {expected}: "
                 "config and weights belong to different models"
             )
     decoder = build_decoder(config, LoadingTake(source, config.dtype, device, progress))

@@ -1,4 +1,4 @@
-"""A weights file in memory without reading it: pages come from disk when a tensor is first used."""
+"""Memory-mapped weight files: pages are read from disk when a tensor is first used."""
 
 import mmap
 from pathlib import Path
@@ -11,12 +11,12 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Map a whole file; tensors over it stay valid as long as they live, and writes to them never reach the disk."""
+    """Map a whole file; tensors over it keep the mapping alive, and writes to them never reach the disk."""
     try:
-        if path.stat().st_size == 0:  # before it is opened: opening a pipe waits for a writer
-            raise ModelError(f"{path} is empty: the download never began; {REFETCH}")
+        if path.stat().st_size == 0:  # before opening: opening a pipe would wait for a writer
+            raise ModelError(f"{path} is empty: the download did not start; {REFETCH}")
         with path.open("rb") as file:
-            # Copy-on-write and not read-only: torch warns about buffers it may not write to.
+            # Copy-on-write, since torch warns about read-only buffers.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as problem:
         raise ModelError(f"{path} cannot be read: {problem.strerror or problem}") from problem

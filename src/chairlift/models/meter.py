@@ -9,14 +9,14 @@ from rich.progress import DownloadColumn, Progress, TaskProgressColumn, TextColu
 
 
 class Meter:
-    """Tells on stderr how much of a file has been fetched."""
+    """Shows on stderr how much of a file has been downloaded."""
 
     def __init__(self, name: str, size: int, *, is_shown: bool) -> None:
         self._name, self._size = name, size
         console = Console(stderr=True, quiet=not is_shown, highlight=False, soft_wrap=True)
         self._lines = None if console.is_terminal else console
         columns = (
-            TextColumn("fetching {task.description}", markup=False),  # and no bar: all of it fits in 80 columns
+            TextColumn("fetching {task.description}", markup=False),  # no bar, so that the line fits in 80 columns
             TaskProgressColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
@@ -36,8 +36,8 @@ class Meter:
         self._bar.stop()
 
     def show(self, done: int, *, since: int = 0) -> None:
-        """Tell that so many bytes have come, after as many as there were."""
-        done = min(since + done, self._size)  # a wheel is a little larger than the file in it
+        """Show `since + done` bytes as downloaded."""
+        done = min(since + done, self._size)  # a wheel is slightly larger than the file in it
         self._bar.update(self._task, completed=done)
         tenths = 10 * done // self._size
         if self._lines is not None and tenths > self._tenths:

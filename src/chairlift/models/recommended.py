@@ -1,4 +1,4 @@
-"""The sampling that a model's makers recommend: in its generation_config.json, its GGUF metadata, or published."""
+"""A model's recommended sampling values: from generation_config.json, GGUF metadata, or its model card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint
 
-# SamplingParams' names: those of generation_config.json, and of GGUF's metadata under general.sampling.
+# Field of SamplingParams -> key of generation_config.json, and of GGUF metadata under general.sampling.
 _NAMES = {
     "temperature": ("temperature", "temp"),
     "top_p": ("top_p", "top_p"),
@@ -19,8 +19,8 @@ _NAMES = {
 
 _QWEN2 = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 _THINKING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-# GGUF files rarely carry the values, so they are here by family: a pattern of the model's and the file's name, the
-# family, and what its model cards or its generation_config.json say. The first that matches counts.
+# GGUF files rarely have the values, so they are here by family: a pattern of the model's and the file's name, the
+# family, and the values of its model card or generation_config.json. The first match is used.
 _FAMILIES: tuple[tuple[str, str, dict[str, float]], ...] = (
     (r"deepseek-r1-distill", "DeepSeek-R1-Distill", {"temperature": 0.6, "top_p": 0.95}),
     (r"smollm2.*instruct", "SmolLM2-Instruct", {"temperature": 0.2, "top_p": 0.9}),
@@ -33,16 +33,16 @@ _FAMILIES: tuple[tuple[str, str, dict[str, float]], ...] = (
 
 
 def recommended_sampling(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
-    """The values by SamplingParams' names, as they were found, and where: they may be out of any range.
+    """Return the values by field of SamplingParams, unchecked, and their source.
 
-    `do_sample` is not read, as in vLLM: a temperature counts whatever it says.
+    `do_sample` is ignored, as in vLLM: the temperature applies even if it is false.
     """
     if isinstance(checkpoint, GgufCheckpoint):
-        said = {ours: checkpoint.metadata.get(f"general.sampling.{theirs}") for ours, (_, theirs) in _NAMES.items()}
-        if found := _given(said):
+        metadata = {ours: checkpoint.metadata.get(f"general.sampling.{theirs}") for ours, (_, theirs) in _NAMES.items()}
+        if found := _given(metadata):
             return found, "the file's metadata"
         return _published(checkpoint)
-    config = checkpoint.config.get("generation_config") or {}  # an object: the checkpoint checks it
+    config = checkpoint.config.get("generation_config") or {}  # the checkpoint has checked that it is an object
     return _given({ours: config.get(theirs) for ours, (theirs, _) in _NAMES.items()}), "generation_config.json"
 
 

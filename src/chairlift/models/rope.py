@@ -1,4 +1,4 @@
-"""Rotary frequencies: the plain ones, and the ways families stretch them beyond their training length."""
+"""Rotary frequencies, and the scalings that extend them beyond the trained length."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The base and how it is scaled."""
+    """The base and scaling of rotary frequencies."""
 
     theta: float = 10000.0
     scaling: str = "default"
-    params: Mapping[str, float] = field(default_factory=dict)  # what the scaling needs, every value given
-    factors: tuple[float, ...] = ()  # explicit divisors by frequency, as GGUF stores llama3's scaling
-    long_factors: tuple[float, ...] = ()  # others for sequences beyond the trained length, of longrope
+    params: Mapping[str, float] = field(default_factory=dict)  # parameters of the scaling, defaults filled in
+    factors: tuple[float, ...] = ()  # divisors by frequency, as GGUF stores the llama3 scaling
+    long_factors: tuple[float, ...] = ()  # longrope's divisors for sequences beyond the trained length
     partial: float = 1.0  # share of each head that is rotated
 
     @staticmethod
     def read(config: Values, head_dim: int, params: Values | None = None, theta: float = 10000.0) -> RopeConfig:
-        """Read a config.json: rope_theta and rope_scaling, or the newer rope_parameters that holds both.
+        """Read a config.json: rope_theta and rope_scaling, or the newer rope_parameters, which has both.
 
-        `params` are others in their place, where a family has several; `theta` is the family's own default.
+        `params` replaces them in families with several ropes; `theta` is the family's default.
         """
         if params is None:
             params = config.part("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
@@ -42,7 +42,9 @@ class RopeConfig:
         )
         rotated = int(head_dim * partial)
         if rotated % 4 and rotated < head_dim:
-            raise config.wrong("partial_rotary_factor", f"use one of which a head of {head_dim} has a multiple of 4")
+            raise config.wrong(
+                "partial_rotary_factor", f"use a share of head_dim {head_dim} that is a multiple of 4 dimensions"
+            )
         factors: tuple[float, ...] = ()
         longer: tuple[float, ...] = ()
         if kind == "longrope":
@@ -52,7 +54,7 @@ class RopeConfig:
         return RopeConfig(theta, kind, _READERS[kind](params, config), factors, longer, partial)
 
     def rotated(self, head_dim: int) -> int:
-        """Elements of a head that are rotated."""
+        """Return the number of rotated elements of a head."""
         return int(head_dim * self.partial)
 
 
@@ -112,7 +114,7 @@ _READERS = {
 
 
 def rope_tables(rope: RopeConfig, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [length, dim / 2] in float32; behind the rotated part of a head they are 1 and 0."""
+    """Return cos and sin [length, dim / 2] in float32; for the part of a head that is not rotated they are 1 and 0."""
     rest, dim = (dim - rope.rotated(dim)) // 2, rope.rotated(dim)
     powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     inverse, attention = 1.0 / powers, 1.0
@@ -133,20 +135,20 @@ def rope_tables(rope: RopeConfig, dim: int, length: int, device: torch.device) -
 
 
 def _llama3(inverse: torch.Tensor, params: Mapping[str, float]) -> torch.Tensor:
-    """Slow frequencies are divided by the factor, fast ones kept, those between blended."""
-    turns = params["trained"] * inverse / (2 * math.pi)  # full turns within the trained length
-    blend = ((turns - params["low"]) / (params["high"] - params["low"])).clamp(0, 1)
+    """Divide slow frequencies by the factor, keep fast ones, and blend those in between."""
+    rotations = params["trained"] * inverse / (2 * math.pi)  # within the trained length
+    blend = ((rotations - params["low"]) / (params["high"] - params["low"])).clamp(0, 1)
     scaled: torch.Tensor = (1 - blend) * inverse / params["factor"] + blend * inverse
     return scaled
 
 
 def _yarn(inverse: torch.Tensor, rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
-    """YaRN: interpolate the slow frequencies along a ramp, and sharpen attention a little."""
+    """Apply YaRN: interpolate slow frequencies along a ramp; the second result scales attention."""
     params = rope.params
 
-    def dimension(turns: float) -> float:
-        """Where in the head the frequency makes this many turns within the trained length."""
-        return dim * math.log(params["trained"] / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension(rotations: float) -> float:
+        """Return the dimension with this many rotations within the trained length."""
+        return dim * math.log(params["trained"] / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(params["fast"]), dimension(params["slow"])
     if params["truncate"]:
@@ -158,7 +160,7 @@ def _yarn(inverse: torch.Tensor, rope: RopeConfig, dim: int) -> tuple[torch.Tens
 
 
 def _yarn_attention(params: Values, factor: float) -> float:
-    """How much attention is sharpened: as the config says, or by the factor."""
+    """Return YaRN's attention scale: from the config, or from the factor."""
 
     def sharpening(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

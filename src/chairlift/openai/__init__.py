@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's API: what a request's body asks of us, and how an answer is written.
+"""OpenAI's request and response shapes: reading a request's body, and writing a reply.
 
-Shared by batch files and the HTTP server. Nothing here reads a socket or knows the engine; no torch.
+Batch files and the HTTP server share them. Nothing here reads a socket or imports the engine or torch.
 """

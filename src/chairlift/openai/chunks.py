@@ -1,4 +1,4 @@
-"""The pieces of a streamed reply, in OpenAI's shapes."""
+"""The chunks of a streamed reply, in OpenAI's shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Piece:
-    """What came of one answer since the last time."""
+    """The new text and tokens of one choice since its last piece."""
 
     choice: int
     text: str = ""
@@ -27,7 +27,7 @@ class Piece:
     stop_reason: int | str | None = None
 
     def join(self, later: Piece) -> None:
-        """Take in the piece that follows."""
+        """Append the next piece of the same choice."""
         self.text += later.text
         self.token_ids += later.token_ids
         if self.logprobs is not None and later.logprobs is not None:
@@ -36,9 +36,9 @@ class Piece:
 
 
 class Chunks(ABC):
-    """Writes the chunks of one reply: what they have in common is made once.
+    """Writes the chunks of one reply; their common fields are built once.
 
-    `prompts` has the prompt of each choice; its log-probabilities are there by the time an answer's first piece is.
+    `prompts` has the prompt of each choice, with its log-probabilities by the time of the choice's first piece.
     """
 
     kind = ""
@@ -58,14 +58,14 @@ class Chunks(ABC):
         self._prompts = prompts
         self._with_usage = usage
         self._with_ids = token_ids
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     @abstractmethod
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The chunks that carry a piece."""
+        """Yield the chunks of a piece."""
 
     def usage(self, used: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk, with no choices."""
+        """Return the last chunk, with usage and no choices."""
         return {**self._common, "choices": [], "usage": used}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -75,18 +75,18 @@ class Chunks(ABC):
         return chunk
 
     def _prompt(self, choice: int, *, scores: bool) -> dict[str, Any]:
-        """What was asked to be told of the prompt."""
+        """Return the prompt's token ids and log-probabilities, as far as the request asked for them."""
         prompt = self._prompts[choice]
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._with_ids:
-            told["prompt_token_ids"] = prompt.prompt_token_ids
+            fields["prompt_token_ids"] = prompt.prompt_token_ids
         if scores and prompt.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
-        return told
+            fields["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
+        return fields
 
 
 class ChatChunks(Chunks):
-    """A chat completion: the role first, then the content, then why it ended."""
+    """Chunks of a chat completion: the role first, then content, then the finish reason."""
 
     kind = "chat.completion.chunk"
 
@@ -95,12 +95,12 @@ class ChatChunks(Chunks):
         self._top = top
 
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The chunks that carry a piece."""
-        if piece.choice not in self._begun:
+        """Yield the chunks of a piece."""
+        if piece.choice not in self._started:
             first = self._chunk(self._choice(piece.choice, {"role": "assistant", "content": ""}))
-            # All choices have one prompt: it is told once.
-            yield first if self._begun else first | self._prompt(piece.choice, scores=True)
-            self._begun.add(piece.choice)
+            # All choices have the same prompt: only the first chunk carries it.
+            yield first if self._started else first | self._prompt(piece.choice, scores=True)
+            self._started.add(piece.choice)
         scores = None
         if piece.logprobs:
             scores = chat_logprobs(piece.token_ids, piece.logprobs, self._top, self._tokenizer)
@@ -120,7 +120,7 @@ class ChatChunks(Chunks):
 
 
 class TextChunks(Chunks):
-    """A plain completion: the prompt if it is wanted back, then text, and why it ended with the last of it."""
+    """Chunks of a plain completion: with echo the prompt, then text; the last one has the finish reason."""
 
     kind = "text_completion"
 
@@ -131,23 +131,24 @@ class TextChunks(Chunks):
         self._offsets = [0] * len(self._prompts)
 
     def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The chunks that carry a piece."""
+        """Yield the chunks of a piece."""
         if self._no_output:
             piece = Piece(piece.choice, "", [], None, piece.finish_reason, piece.stop_reason)
-        told = {}
-        if piece.choice not in self._begun:
-            self._begun.add(piece.choice)
-            told = self._prompt(piece.choice, scores=not self._echo)  # an echo shows them in its own way
+        prompt_fields: dict[str, Any] = {}
+        if piece.choice not in self._started:
+            self._started.add(piece.choice)
+            prompt_fields = self._prompt(piece.choice, scores=not self._echo)  # with echo, _echoed has the logprobs
             if self._echo:
-                yield self._chunk(self._echoed(piece.choice) | told)
-                told = {}
+                yield self._chunk(self._echoed(piece.choice) | prompt_fields)
+                prompt_fields = {}
         new_ids = self._with_ids and piece.token_ids
-        if piece.text or piece.finish_reason is not None or piece.logprobs or new_ids or told:
+        if piece.text or piece.finish_reason is not None or piece.logprobs or new_ids or prompt_fields:
             choice = self._choice(piece.choice, piece.text, piece.token_ids, piece.logprobs)
-            yield self._chunk(choice | {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason} | told)
+            end = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            yield self._chunk(choice | end | prompt_fields)
 
     def _echoed(self, choice: int) -> dict[str, Any]:
-        """The prompt, with its own log-probabilities if the answer has some."""
+        """Return the prompt as a choice, with its log-probabilities if the answer has them."""
         prompt = self._prompts[choice]
         has_scores = prompt.outputs[0].logprobs is not None
         found = self._choice(
@@ -163,7 +164,7 @@ class TextChunks(Chunks):
     ) -> dict[str, Any]:
         shown = None
         if scores:
-            # A token's place is counted in tokens' texts: what was sent lags behind where a stop string could begin.
+            # Offsets count the tokens' texts: the sent text lags behind while it may be the start of a stop string.
             shown, self._offsets[index] = text_logprobs(ids, scores, self._tokenizer, self._offsets[index])
         choice = {"index": index, "text": text, "logprobs": shown, "finish_reason": None, "stop_reason": None}
         return choice | ({"token_ids": ids} if self._with_ids else {})

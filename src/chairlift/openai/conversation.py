@@ -1,4 +1,4 @@
-"""The conversation of a chat completion: checked, and in the shape that chat templates read."""
+"""The messages of a chat completion, checked and converted to the shape that chat templates read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chairlift.core.errors import RequestError
 
 
 def read_messages(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The messages of a request, with the tool calls of earlier answers as chat templates expect them.
+    """Return a request's messages, with the tool calls of earlier answers as chat templates expect them.
 
     >>> call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     >>> [message] = read_messages({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
@@ -29,14 +29,14 @@ def _read_message(message: Any, index: int) -> Mapping[str, Any]:
     content, calls = message.get("content"), message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise RequestError(f"message {index} has tool_calls that are not a list: send a list of calls, or leave it out")
-    # An answer that only called tools, or functions as they were called before, has no text.
+    # An answer that only calls tools (or functions, their old name) has no text.
     is_call = message["role"] == "assistant" and (calls or isinstance(message.get("function_call"), dict))
     if not isinstance(content, (str, list)) and not (is_call and content is None):
         raise RequestError(f"message {index} has no content: give a string, or a list of text parts")
     if content is not None and "tool_calls" not in message:
         return message
     read = {**message, "content": "" if content is None else content}
-    read.pop("tool_calls", None)  # null and an empty list are no calls: a template may ask only whether there are some
+    read.pop("tool_calls", None)  # a template may test only whether the key is there: drop null and []
     if calls:
         read["tool_calls"] = [
             _read_call(call, f"message {index}'s tool call {place}") for place, call in enumerate(calls)
@@ -45,7 +45,7 @@ def _read_message(message: Any, index: int) -> Mapping[str, Any]:
 
 
 def _read_call(call: Any, place: str) -> Mapping[str, Any]:
-    """The call with its arguments as values: OpenAI sends them as JSON in a string, and templates loop over them."""
+    """Parse a call's arguments: OpenAI sends them as JSON in a string, and templates iterate over them."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{place} must be an object with a function, which has a name and arguments")

@@ -1,4 +1,4 @@
-"""What a request's body says beside its sampling: how the answer is sent, and how long it may take."""
+"""The fields of a request's body besides sampling: streaming, timeouts, priority, cache salt, ids and echo."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.openai.params import Body, get
 
-NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # of a request: it goes into headers and logs
-LONGEST = 7 * 24 * 3600.0  # seconds
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # of a request id, which is written to headers and logs
+LONGEST = 7 * 24 * 3600.0  # seconds, of timeout and ttft
 _PRIORITIES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Read once, so that nothing behind it looks into the body again."""
+    """A request's fields besides sampling, read once from its body."""
 
     stream: bool = False
     include_usage: bool = False
-    continuous_usage: bool = False  # in every chunk, not only in the last
+    continuous_usage: bool = False  # usage in every chunk, not only in the last
     timeout: float | None = None
-    priority: int = 0  # higher goes first
-    ttft: float | None = None  # seconds within which the first token is due
+    priority: int = 0  # higher is admitted first
+    ttft: float | None = None  # seconds until the first token is due
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool = False
     echo: bool = False
-    no_output: bool = False  # max_tokens was 0: the prompt alone is wanted back
+    no_output: bool = False  # echo with max_tokens 0: return the prompt alone
 
 
 def read_options(body: Body) -> Options:
-    """Everything of the body that is no sampling parameter.
+    """Read the fields of the body that are not sampling parameters.
 
     >>> read_options({"stream": True, "timeout": 2.5}).timeout
     2.5
@@ -68,15 +68,15 @@ def read_options(body: Body) -> Options:
 
 
 def check_stream(params: SamplingParams) -> None:
-    """Refuse to stream answers that are chosen only at their end."""
+    """Raise RequestError for streamed answers that are selected only at the end."""
     if params.use_beam_search:
         raise RequestError(
-            "use_beam_search cannot be streamed, since its answers come at the end: leave out stream or use_beam_search"
+            "use_beam_search cannot be streamed, since beams are ranked at the end: leave out stream or use_beam_search"
         )
     if params.width > params.n:
         raise RequestError(
-            f"best_of is {params.best_of} and n is {params.n}, which cannot be streamed, since the best are known at "
-            "the end: leave out stream, or best_of"
+            f"best_of is {params.best_of} and n is {params.n}, which cannot be streamed, since the best answers are "
+            "selected at the end: leave out stream or best_of"
         )
 
 

@@ -1,8 +1,7 @@
-"""From a request's body to SamplingParams: OpenAI's fields, and those that users of vLLM know.
+"""Convert a request's body to SamplingParams: OpenAI's fields, and vLLM's extra ones.
 
-A field we cannot do is refused (openai/fields.py). One we do not even know is
-refused in a batch file, where it is most likely a slip; a server sets it aside and says so, since clients send all
-kinds of things.
+An unsupported field is refused (openai/fields.py). An unknown field is refused in a batch file, where it is most
+likely a typing error; a server ignores it and names it in a reply header, since clients send many extra fields.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from chairlift.openai.fields import IGNORED, refuse_unsupported, refused_fields
 Body = Mapping[str, Any]
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 _NO_DEFAULTS: Mapping[str, Any] = {}
-COMPLETION_TOKENS = 16  # what OpenAI's completions give when nobody says how many
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 
-# Fields that are SamplingParams' own, by what JSON may hold for them; SamplingParams checks the ranges.
+# Fields of SamplingParams with their JSON type; SamplingParams checks the ranges.
 _FIELDS: dict[str, str] = {
     "n": "a whole number",
     "best_of": "a whole number",
@@ -71,20 +70,20 @@ _CHAT = frozenset(
     }
 )
 _COMPLETION = frozenset({"prompt", "echo"})
-# What a server reads beside the sampling (openai/options.py).
+# Fields that openai/options.py reads.
 _SERVED = frozenset({"timeout", "priority", "ttft", "cache_salt", "request_id", "return_token_ids"})
 
 
 def set_aside_unknown(body: Body, *, chat: bool) -> tuple[dict[str, Any], list[str]]:
-    """The body without the fields that nobody here knows, and those fields' names."""
+    """Return the body without its unknown fields, and the names of those fields."""
     known = _READ | _SERVED | IGNORED | refused_fields(chat=chat).keys() | (_CHAT if chat else _COMPLETION)
     return {name: value for name, value in body.items() if name in known}, sorted(body.keys() - known)
 
 
 def read_chat_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> SamplingParams:
-    """How a chat completion is sampled; without max_tokens it goes on until the model ends or the context is full.
+    """Read the sampling parameters of a chat completion; without max_tokens it may fill the context.
 
-    `defaults` are the model's own values of fields that the body does not name.
+    `defaults` are the model's own values for fields that the body does not set.
 
     >>> read_chat_params({"messages": [], "max_completion_tokens": 8, "top_k": 40}).max_tokens
     8
@@ -98,11 +97,11 @@ def read_chat_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> 
 
 
 def read_completion_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULTS) -> SamplingParams:
-    """How a plain completion is sampled."""
+    """Read the sampling parameters of a plain completion."""
     _refuse_unknown(body, _READ | _COMPLETION | _SERVED, chat=False)
     echo, count = get(body, "echo", "true or false"), get(body, "max_tokens", "a whole number")
     if echo and count == 0:
-        body = {**body, "max_tokens": 1}  # only the prompt's scores are wanted; the one token is not shown
+        body = {**body, "max_tokens": 1}  # a pass needs one output token, which is not returned
     params = _read(body, get(body, "logprobs", "a whole number"), COMPLETION_TOKENS, defaults)
     if echo and params.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=params.logprobs)
@@ -110,7 +109,7 @@ def read_completion_params(body: Body, defaults: Mapping[str, Any] = _NO_DEFAULT
 
 
 def read_template_options(body: Body) -> dict[str, Any]:
-    """What a chat completion tells the chat template."""
+    """Read the chat template's variables from a chat completion."""
     named = ("add_generation_prompt", "continue_final_message")
     found = {name: value for name in named if (value := get(body, name, "true or false")) is not None}
     if (effort := get(body, "reasoning_effort", "a string")) is not None:
@@ -119,7 +118,7 @@ def read_template_options(body: Body) -> dict[str, Any]:
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
-    """The prompts of a plain completion: a text, token ids, or a list of either."""
+    """Read the prompts of a plain completion: a text, token ids, or a list of either."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [prompt]
@@ -132,20 +131,22 @@ def read_prompts(body: Body) -> list[str | list[int]]:
 
 
 def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
-    for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name, and wins
+    for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name and takes precedence
         asked = get(body, name, "a whole number")
         max_tokens = max_tokens if asked is None else asked
     own = {name: value for name, kind in _FIELDS.items() if (value := get(body, name, kind)) is not None}
-    if not own.get("use_beam_search"):  # which has no randomness and goes by the model's own probabilities
+    if not own.get("use_beam_search"):  # beam search takes no sampling defaults
         own = {**{name: value for name, value in defaults.items() if name in _FIELDS}, **own}
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", own.get("prompt_logprobs"))):
         if value == ALL:
-            raise RequestError(f"{name} is -1: those of the whole vocabulary are given in process only; use 0 to 64")
+            raise RequestError(
+                f"{name} is -1: log-probabilities of the whole vocabulary are available in process only; use 0 to 64"
+            )
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body), **own)
 
 
 def _logit_bias(body: Body) -> dict[int, float]:
-    """JSON's keys are strings; ours are token ids."""
+    """Convert the keys, strings in JSON, to token ids."""
     found = {}
     for key, bias in (get(body, "logit_bias", "an object") or {}).items():
         if not _TOKEN_ID.fullmatch(key):
@@ -155,7 +156,7 @@ def _logit_bias(body: Body) -> dict[int, float]:
 
 
 def get(body: Body, name: str, kind: str) -> Any:
-    """A field of the body; null is as good as absent."""
+    """Return a field of the body, checked; null counts as absent."""
     value = body.get(name)
     if value is not None and not _CHECKS[kind](value):
         raise RequestError(f"{name} is {reprlib.repr(value)}: use {kind}")

@@ -1,4 +1,4 @@
-"""From finished requests to OpenAI's reply objects."""
+"""OpenAI's reply objects for finished requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from chairlift.text.answer import Logprob
     from chairlift.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
+LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity, which JSON does not have
 Scores = dict[int, "Logprob"]
 
 
 def new_id(prefix: str) -> str:
-    """A name nobody else has."""
+    """Return a unique id."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -31,7 +31,7 @@ def chat_completion(
     id: str | None = None,
     token_ids: bool = False,
 ) -> dict[str, Any]:
-    """The reply to a chat completion; `top` is how many alternatives each token shows."""
+    """Return the reply to a chat completion; `top` is the number of alternatives per token."""
     choices = [
         {
             "index": answer.index,
@@ -63,11 +63,11 @@ def text_completion(
     echo: bool = False,
     no_output: bool = False,
 ) -> dict[str, Any]:
-    """The reply to a plain completion of one or several prompts; with `echo`, each answer begins with its prompt."""
+    """Return the reply to a plain completion of one or several prompts; `echo` prepends each answer's prompt."""
     choices: list[dict[str, Any]] = []
     for output in outputs:
-        # An echo shows them in its own way. They are the same for all answers to a prompt, and may be many.
-        scored = None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs)
+        # Computed once for all answers to a prompt, since there may be many. With echo, "logprobs" has them.
+        of_prompt = None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs)
         for answer in output.outputs:
             ids: list[int] = [] if no_output else answer.token_ids
             scores: list[Scores] | None = answer.logprobs and [] if no_output else answer.logprobs
@@ -86,8 +86,8 @@ def text_completion(
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
             }
-            if scored is not None:
-                choice["prompt_logprobs"] = scored
+            if of_prompt is not None:
+                choice["prompt_logprobs"] = of_prompt
             if token_ids:
                 choice |= {"token_ids": ids, "prompt_token_ids": output.prompt_token_ids}
             choices.append(choice)
@@ -98,14 +98,14 @@ def text_completion(
 
 
 def echoed(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
-    """The prompt as text, whether it came so or in token ids."""
+    """Return the prompt as text, decoding it if it was sent as token ids."""
     if output.prompt is not None:
         return output.prompt
     return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens in and out, and of those that came in, what need not be computed; of best_of answers all are counted."""
+    """Count prompt tokens, those of them found in the prefix cache, and output tokens, of all best_of answers."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.metrics.output_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -120,7 +120,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 def error_object(
     message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """The body of a reply that is no answer."""
+    """Return the body of an error reply."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -139,7 +139,7 @@ def _reply(id: str, kind: str, model: str, choices: list[dict[str, Any]], used: 
 def chat_logprobs(
     ids: Sequence[int], scores: Sequence[Scores], top: int, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The log-probabilities of some tokens, as chat completions show them."""
+    """Return tokens' log-probabilities in the shape of chat completions."""
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
         spelled = list(tokenizer.token_bytes(token)) if tokenizer is not None else None
@@ -148,7 +148,7 @@ def chat_logprobs(
     content = [
         {
             **entry(token, found[token]),
-            # The likeliest come first, in order; the chosen token follows if it is not one of them.
+            # The likeliest tokens are first, in order; the sampled token follows if it is not among them.
             "top_logprobs": [entry(*pair) for pair in islice(found.items(), top)],
         }
         for token, found in zip(ids, scores, strict=True)
@@ -159,10 +159,10 @@ def chat_logprobs(
 def text_logprobs(
     ids: Sequence[int], scores: Sequence[Scores | None], tokenizer: Tokenizer | None, offset: int = 0
 ) -> tuple[dict[str, Any], int]:
-    """The same as plain completions show them, and how many characters there are; `offset` is how many came before."""
+    """Return tokens' log-probabilities in the shape of plain completions, and the offset after the last token."""
 
     def spell(token: int) -> str:
-        """The token's text, or its bytes where they are not whole characters: those of several must not look alike."""
+        """Return the token's text, or its bytes if they are not UTF-8, so that different tokens have different keys."""
         raw = tokenizer.token_bytes(token) if tokenizer is not None else b""
         try:
             return raw.decode()
@@ -173,7 +173,7 @@ def text_logprobs(
     for token, found in zip(ids, scores, strict=True):
         shown["tokens"].append(spell(token))
         shown["text_offset"].append(offset)
-        if found is None:  # the first token of a prompt: nothing came before it
+        if found is None:  # the first token of a prompt has no log-probability
             shown["token_logprobs"].append(None)
             shown["top_logprobs"].append(None)
             offset += len(tokenizer.token_text(token)) if tokenizer is not None else 0
@@ -186,7 +186,7 @@ def text_logprobs(
 
 
 def prompt_logprobs(scores: Sequence[Scores | None]) -> list[dict[str, Any] | None]:
-    """A prompt's log-probabilities, in the shape that users of vLLM know."""
+    """Return a prompt's log-probabilities in vLLM's shape."""
     return [
         None
         if found is None

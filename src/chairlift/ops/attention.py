@@ -28,12 +28,12 @@ def paged_attention(
     window: int = 0,
     scoring: Scoring | None = None,
 ) -> Array:
-    """Causal attention of the first `heads` of qkv [tokens, heads, dim] to all that their sequences have in the cache.
+    """Return [tokens, heads * dim]: causal attention of the first `heads` heads of qkv over the sequences' cached KV.
 
-    With a window, a token sees the last `window` tokens only, itself among them. The keys and values of this step must
-    be written already. Gives [tokens, heads * dim].
+    qkv is [tokens, heads, dim]. With a window, a token attends to the last `window` tokens, itself included. The keys
+    and values of this step must be in the cache already.
     """
-    scoring = scoring or Scoring.usual(cache.dim)
+    scoring = scoring or Scoring.default(cache.dim)
     if isinstance(qkv, torch.Tensor):
         if qkv.is_cuda and HAS_TRITON:
             from chairlift.ops.attention_cuda import attend
@@ -73,14 +73,14 @@ def paged_attention_reference(
     window: int = 0,
     scoring: Scoring | None = None,
 ) -> torch.Tensor:
-    """Compute paged_attention in plain torch: slice by slice, with its keys and values gathered from the pages."""
-    scoring = scoring or Scoring.usual(cache.dim)
+    """Compute paged_attention in plain torch: slice by slice, with keys and values gathered from the blocks."""
+    scoring = scoring or Scoring.default(cache.dim)
     q = qkv[:, :heads]
     out = torch.empty_like(q)
     bounds, contexts = batch.host.starts.tolist(), batch.host.contexts.tolist()
     for i, context in enumerate(contexts):
         blocks = batch.tables[i, : -(-context // cache.block_size)].long()
-        # Contiguous: torch's product rounds by how its factors lie, and a token must not depend on the size of blocks.
+        # Contiguous: the rounding of torch's product depends on strides, and tokens must not depend on the block size.
         k = cache.keys(layer, blocks).permute(1, 0, 3, 2).flatten(1, 2)[:, :context].contiguous()
         v = cache.values(layer, blocks).permute(1, 0, 2, 3).flatten(1, 2)[:, :context].contiguous()
         rows = slice(bounds[i], bounds[i + 1])
@@ -108,7 +108,7 @@ def paged_attention_reference(
 def _weigh_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Return [heads, tokens, dim]: attention step by step, for scores that torch's own function does not know."""
+    """Return [heads, tokens, dim]: attention in separate steps, for softcap and sinks, which torch's SDPA lacks."""
     k, v = (each.repeat_interleave(q.shape[0] // each.shape[0], 0) for each in (k, v))
     scores = (q @ k.transpose(1, 2)).float() * scoring.scale
     if scoring.softcap:
@@ -165,14 +165,14 @@ def _attend_items(
     piece: int,
     pieces: int,
 ) -> None:
-    """Compute every item of work whose number is `piece` modulo `pieces`."""
+    """Compute the work items with number `piece` modulo `pieces`."""
     dim = q.shape[2]
     kv_heads = data.shape[2]
     group = heads // kv_heads
-    stride = max(1, _QUERY_ROWS // group)  # tokens in one item of work
+    stride = max(1, _QUERY_ROWS // group)  # tokens in one work item
     rows = max(min(stride, starts[-1]) * group, heads)
     longest = -(-contexts.max() // BLOCK_COLUMNS) * BLOCK_COLUMNS
-    # A decode's heads are one item, for they lie side by side in memory; unless that leaves a thread without work.
+    # A decode's KV heads are one item, since they are adjacent in memory, unless a thread would then have no item.
     together = kv_heads if contexts.size >= pieces else 1
     queries = np.empty((rows, dim), np.float32)
     sums = np.empty((rows, dim), np.float32)
@@ -216,9 +216,9 @@ def _attend_item(
     sums: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """`count` tokens from `token` on, all query heads of `span` KV heads: scores, softmax, weighted values."""
+    """Compute `count` tokens from `token` on, for all query heads of `span` KV heads: scores, softmax, weighted sum."""
     dim = q.shape[2]
-    rows = count * group  # of each KV head; their queries lie one KV head after the other
+    rows = count * group  # per KV head; the queries are ordered by KV head
     factor, cap = numba.float32(scale), numba.float32(softcap)
     for h in range(span):
         for t in range(count):
@@ -228,7 +228,7 @@ def _attend_item(
     begin = max(0, place - window + 1) // BLOCK_COLUMNS * BLOCK_COLUMNS
     end = place + count
     queries_at, sums_at = queries.ctypes.data, sums.ctypes.data
-    if scales is None:  # Numba knows it from the type, and compiles only one of the two
+    if scales is None:  # Numba decides by the type and compiles only one branch
         _score(queries_at, rows, dim, data, tables, piece, block_size, begin, end, head, span, weights)
     else:
         score_narrow(queries_at, rows, dim, data, tables, piece, block_size, begin, end, head, span, weights)
@@ -255,15 +255,15 @@ def _score(
     queries_at: int, rows: int, dim: int, data: np.ndarray, tables: np.ndarray, piece: int, block_size: int,
     begin: int, end: int, head: int, span: int, weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """The scores begin..end of `rows` queries for each of `span` KV heads."""
-    # Addresses instead of array slices: in these loops the bookkeeping of a slice costs more than its arithmetic.
+    """Write the scores begin..end of `rows` queries for each of `span` KV heads."""
+    # Addresses instead of array slices: in these loops making a slice costs more than its arithmetic.
     head_bytes = data.shape[3] * 4
     block_bytes = 2 * data.shape[2] * head_bytes
     keys_at, weights_at, pitch = data.ctypes.data + head * head_bytes, weights.ctypes.data, weights.shape[1]
     block_floats = block_bytes // 4
     for column in range(begin, end, BLOCK_COLUMNS):
         block = tables[piece, column // block_size]
-        # Pages are scattered, so no hardware foresees where to read next: the tile asks for it as it goes.
+        # Blocks are scattered, so the hardware cannot predict the next read: the tile prefetches it.
         if column + BLOCK_COLUMNS < end:
             ahead = (tables[piece, min(column + block_size, end - 1) // block_size] - block) * block_floats
         else:  # the first values
@@ -279,7 +279,7 @@ def _weigh(
     weights: np.ndarray, rows: int, dim: int, data: np.ndarray, tables: np.ndarray, piece: int, block_size: int,
     begin: int, end: int, head: int, span: int, sums_at: int,
 ) -> None:  # fmt: skip
-    """The sums of the values begin..end, weighted."""
+    """Write the weighted sums of the values begin..end."""
     head_bytes = data.shape[3] * 4
     block_bytes = 2 * data.shape[2] * head_bytes
     values_at, weights_at = data.ctypes.data + (data.shape[2] + head) * head_bytes, weights.ctypes.data
@@ -296,11 +296,11 @@ def _weigh(
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
 def _softmax(weights: np.ndarray, row: int, low: int, high: int, begin: int, end: int, cap: float, sink: float) -> None:
-    """Turn the scores low..high of a row into weights that add up to 1; what is masked around them becomes 0.
+    """Replace the scores low..high of a row by softmax weights, and the masked columns around them by 0.
 
-    A sink takes its share of that 1; at -1e30 there is none.
+    A sink adds to the softmax's denominator; -1e30 means no sink.
     """
-    # Unsigned: Numba lets a signed index count from the end, and that test in a loop keeps LLVM from vectors.
+    # Unsigned: for signed indices Numba tests for counting from the end, which keeps LLVM from vectorizing the loop.
     line, first, last = numba.uintp(row), numba.uintp(low), numba.uintp(high)
     if cap > numba.float32(0.0):
         one, two = numba.float32(1.0), numba.float32(2.0)

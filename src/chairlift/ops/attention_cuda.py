@@ -1,7 +1,7 @@
-"""Paged attention in Triton: decodes by decode_cuda, prompts here, whole long prompts by cuDNN.
+"""Paged attention in Triton: decode_cuda has decodes, this file prompts; cuDNN computes whole long prompts.
 
-A program owns a tile of queries of one KV head: some tokens of one slice times all query heads that share that KV head,
-so that keys and values are read once for the group.
+A program computes a tile of queries of one KV head: some tokens of one slice times all query heads that share the KV
+head, so that keys and values are read once for the group.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from chairlift.ops.batch import Batch
 from chairlift.ops.decode_cuda import attend_decodes, capped, numbers, widened, with_sink
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
-from chairlift.ops.kv_quant import TOPS
+from chairlift.ops.kv_quant import MAX_CODES
 from chairlift.ops.scoring import Scoring
 
 _ROWS = 64  # queries (tokens x heads) in a tile
-_LONG_ROWS = 128  # the same where prompts see much
-_LEAST_ROWS = 16  # of the smallest tile that the matrix units take
-_KEYS = 64  # keys that a program takes at a time
-_EXACT = 32  # of both, in float32
-LONG = 2048  # tokens that are much; from there on a whole prompt is left to cuDNN, which is half as fast again
-_STEP = 1024  # its lengths are rounded up to this: it takes 50 ms to prepare for a length that it has not seen
+_LONG_ROWS = 128  # queries in a tile for contexts above LONG
+_LEAST_ROWS = 16  # of the smallest tile that tensor cores take
+_KEYS = 64  # keys per iteration
+_EXACT = 32  # queries and keys in float32
+LONG = 2048  # tokens; from this length on a whole prompt is computed by cuDNN, which is 1.5 times as fast
+_STEP = 1024  # cuDNN's lengths are rounded up to this: preparing for a new length takes 50 ms
 
 
 def attend(
@@ -40,7 +40,7 @@ def attend(
     scoring: Scoring | None = None,
 ) -> torch.Tensor:
     """Compute paged_attention on a CUDA device."""
-    scoring = scoring or Scoring.usual(cache.dim)
+    scoring = scoring or Scoring.default(cache.dim)
     out = torch.empty(qkv.shape[0], heads * cache.dim, dtype=qkv.dtype, device=qkv.device)
     if batch.decodes:
         attend_decodes(qkv, heads, cache, layer, batch, window, scoring, out)
@@ -79,22 +79,22 @@ def _attend_prompts(
         data.stride(0), data.stride(1), data.stride(2),
         GROUP=group, HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK=cache.block_size, ROWS=rows,
         KEYS=_EXACT if is_exact else _KEYS, WINDOWED=window > 0, EXACT=is_exact,
-        CAP=scoring.softcap, SINKS=scoring.sinks is not None, TOP=TOPS.get(cache.dtype, 0), num_warps=4,
+        CAP=scoring.softcap, SINKS=scoring.sinks is not None, MAX_CODE=MAX_CODES.get(cache.dtype, 0), num_warps=4,
         num_stages=3 if is_long else 2, **early(),
     )  # fmt: skip
 
 
 def tokens_of_tile(group: int, is_exact: bool, is_long: bool = False) -> int:
-    """How many tokens of a prompt a program takes, with all query heads that share a KV head."""
+    """Return the number of prompt tokens in a tile, which has all query heads that share a KV head."""
     return max(1, (_EXACT if is_exact else _LONG_ROWS if is_long else _ROWS) // group)
 
 
 def _attend_whole(
     qkv: torch.Tensor, heads: int, kv_heads: int, first: int, last: int, scale: float, out: torch.Tensor
 ) -> None:
-    """A prompt from its first token on, whose keys and values are all in qkv: tokens first..last of the batch.
+    """Compute a prompt that begins at position 0, so that qkv has all its keys and values: tokens first..last.
 
-    Behind its end, others' tokens may fill it up: no query of it sees them.
+    The rows after `last`, up to a multiple of _STEP, may be other sequences' tokens: causal queries ignore them.
     """
     count = last - first
     rows = qkv[first : first + -(-count // _STEP) * _STEP]
@@ -106,19 +106,18 @@ def _attend_whole(
     out[first:last] = found[0].transpose(0, 1)[:count].flatten(1)
 
 
-# The width of the tables differs from step to step: no kernel of its own for some.
+# The width of the tables differs from step to step: do not compile a kernel per stride.
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _attend(
     q_at, data_at, scales_at, tables_at, tiles_at, sinks_at, out_at, scale, window,
     table_stride, q_stride, block_stride, side_stride, head_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, TOP: tl.constexpr, EARLY: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, MAX_CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries against the keys and values of one KV head.
+    """Compute one tile of queries over the keys and values of one KV head.
 
-    The longest tiles, which are the last of a prompt, come first; one without tokens is nobody's. Scores are in powers
-    of two.
+    Tiles are ordered by context, longest first; a tile without tokens is padding. Scores are base-2 exponents.
     """
     tile, head = tl.program_id(0), tl.program_id(1)
     wait(EARLY)
@@ -145,15 +144,15 @@ def _attend(
     for start in range(low, seen_by_all, KEYS):
         peak, total, sums = _take(
             q, peak, total, sums, data_at, scales_at, table_at, start, high, place, head, scale, window,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, False, WINDOWED, EXACT, CAP, TOP,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, False, WINDOWED, EXACT, CAP, MAX_CODE,
         )  # fmt: skip
     for start in range(seen_by_all, high, KEYS):
         peak, total, sums = _take(
             q, peak, total, sums, data_at, scales_at, table_at, start, high, place, head, scale, window,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, True, WINDOWED, EXACT, CAP, TOP,
+            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, KEYS, True, WINDOWED, EXACT, CAP, MAX_CODE,
         )  # fmt: skip
-    if TOP:
-        sums = sums * (1 / TOP)
+    if MAX_CODE:
+        sums = sums * (1 / MAX_CODE)
     if SINKS:
         total = with_sink(total, peak, sinks_at + query_head, row < tokens * GROUP)
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -166,9 +165,9 @@ def _take(
     q, peak, total, sums, data_at, scales_at, table_at, start, high, place, head, scale, window,
     block_stride, side_stride, head_stride, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
-    TOP: tl.constexpr,
+    MAX_CODE: tl.constexpr,
 ):  # fmt: skip
-    """Take in some more keys and values; MASKED where not every query sees all of them."""
+    """Add KEYS more keys and values to the running softmax; MASKED where some query does not attend to all of them."""
     column = tl.arange(0, WIDTH)
     position = start + tl.arange(0, KEYS)
     if MASKED:
@@ -186,14 +185,14 @@ def _take(
     else:
         k = tl.load(at[:, None] + column[None, :])
         v = tl.load(at[:, None] + side_stride + column[None, :])
-    if TOP:
-        k, v = numbers(k, q.dtype, TOP), numbers(v, q.dtype, TOP)
+    if MAX_CODE:
+        k, v = numbers(k, q.dtype, MAX_CODE), numbers(v, q.dtype, MAX_CODE)
         scale_at = scales_at + at_block // 2 + position % BLOCK
         key_scale = widened(tl.load(scale_at, mask=position < high, other=0))
-        # Times TOP, which is taken out at the end: in float16 small scales would make the smallest weights vanish.
-        value_scale = widened(tl.load(scale_at + side_stride // 2, mask=position < high, other=0)) * TOP
+        # Times MAX_CODE, which is divided out at the end: in float16 small scales would round small weights to 0.
+        value_scale = widened(tl.load(scale_at + side_stride // 2, mask=position < high, other=0)) * MAX_CODE
     scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
-    if TOP:
+    if MAX_CODE:
         scores = scores * key_scale[None, :]
     if CAP > 0:
         scores = capped(scores, CAP)
@@ -207,9 +206,9 @@ def _take(
     if WINDOWED:
         shift = tl.where(top == -float("inf"), 0.0, top)  # a row that has seen no key yet
     weights = tl.exp2(scores - shift[:, None])
-    fade = tl.exp2(peak - shift)
-    total = total * fade + tl.sum(weights, 1)
-    if TOP:
+    rescale = tl.exp2(peak - shift)
+    total = total * rescale + tl.sum(weights, 1)
+    if MAX_CODE:
         weights = weights * value_scale[None, :]
-    sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
+    sums = sums * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
     return top, total, sums

@@ -1,4 +1,4 @@
-"""The flat batch of one step: which tokens belong to whom, and where their keys and values lie."""
+"""The flat batch of one step: its tokens by slice, and the location of their keys and values."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
+_ALIGNED = 64  # elements: kernels are compiled for addresses that are multiples of 16 bytes
 
-# What ops take and give: a torch tensor, or a NumPy array where compiled CPU kernels run. A layer makes six calls, and
-# to turn tensors into arrays and back in each would cost more than the calls do.
+# Inputs and outputs of ops: torch tensors, or NumPy arrays for compiled CPU kernels. A layer makes six calls, and
+# converting tensors to arrays and back in each would cost more than the calls.
 Array = torch.Tensor | np.ndarray
 
 
 class HostBatch(NamedTuple):
-    """The batch in main memory."""
+    """The batch in host memory."""
 
-    positions: np.ndarray  # [tokens] each token's place in its sequence
-    slots: np.ndarray  # [tokens] where its key and value go: block * block_size + offset
-    starts: np.ndarray  # [slices + 1] the slices' bounds in the batch
-    contexts: np.ndarray  # [slices] tokens of the sequence up to the slice's end
-    tables: np.ndarray  # [slices, blocks] physical blocks in order
+    positions: np.ndarray  # [tokens] position in the sequence
+    slots: np.ndarray  # [tokens] where the key and value are written: block * block_size + offset
+    starts: np.ndarray  # [slices + 1] bounds of the slices in the batch
+    contexts: np.ndarray  # [slices] tokens of the sequence up to the end of the slice
+    tables: np.ndarray  # [slices, blocks] block table of each slice
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Which decodes of a batch begin with the same blocks and read them together, on the device."""
+    """Groups of decodes with a common prefix of blocks, which attention reads once per group; on the device."""
 
-    items: torch.Tensor  # [items, 5]: first of its members, how many (0: nothing), first and last key, part
-    members: torch.Tensor  # decodes, those of a group one after the other
-    prefixes: torch.Tensor  # [decodes] how many tokens each need not read by itself
-    parts: torch.Tensor  # [decodes] in how many items these are read
-    slots: int  # results of all items for all their members, at most
+    items: torch.Tensor  # [items, 5]: first member, number of members (0: padding), first and last key, part
+    members: torch.Tensor  # decodes, ordered by group
+    prefixes: torch.Tensor  # [decodes] tokens that shared items read for it
+    parts: torch.Tensor  # [decodes] number of shared items that read them
+    slots: int  # upper bound of the partial results of all shared items
 
 
 @dataclass(slots=True)
 class Batch:
-    """The batch on its device, and as it was in main memory: on the CPU they are the same bytes."""
+    """The batch on its device, and its copy in host memory; on a CPU they share memory."""
 
     positions: torch.Tensor
     slots: torch.Tensor
-    contexts: torch.Tensor  # in a recorded step 0 for what is no decode
+    contexts: torch.Tensor  # in a captured step 0 for slices that are not decodes
     tables: torch.Tensor
     host: HostBatch
-    decodes: int = field(init=False)  # slices of a single token, before the first longer one
-    longest_prompt: int = field(init=False)  # what any of the others sees at most
+    decodes: int = field(init=False)  # number of one-token slices before the first longer one
+    longest_prompt: int = field(init=False)  # longest context of the other slices
     shared: Shared | None = None
-    cut: torch.Tensor | None = None  # tiles that stand already, in a recorded step
-    work: dict[int, Any] = field(default_factory=dict)  # by window: how decode_cuda divides the decodes
+    cut: torch.Tensor | None = None  # tiles that a captured step reads, in place of `tiles`
+    decode_work: dict[int, Any] = field(default_factory=dict)  # by window: the DecodeWork of decode_cuda
     _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Batch:
         self.longest_prompt = int(self.host.contexts[self.decodes :].max(initial=0))
 
     def tiles(self, tokens: int, long: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """What cut_prompts gives, on the device; made by the first layer that asks, for all."""
+        """Return cut_prompts' result on the device; the first layer computes it for all layers."""
         if self.cut is not None:
             return self.cut, []
         if (tokens, long) not in self._tiles:
@@ -66,7 +66,7 @@ class Batch:
         return self._tiles[tokens, long]
 
     def only(self, chosen: np.ndarray) -> Wanted:
-        """Some of the batch's tokens, each as if it were decoded alone."""
+        """Select tokens of the batch, each as a decode of its own."""
         host, device = self.host, self.tables.device
         piece = np.searchsorted(host.starts, chosen, side="right") - 1
         contexts = host.positions[chosen] + 1
@@ -77,21 +77,21 @@ class Batch:
 
     @staticmethod
     def on(device: torch.device, host: HostBatch) -> Batch:
-        """Send a batch to its device."""
+        """Copy a batch to its device."""
         positions, slots, contexts, tables = send(device, host.positions, host.slots, host.contexts, host.tables)
         return Batch(positions, slots, contexts, tables, host)
 
 
 class Wanted(NamedTuple):
-    """Tokens of a batch whose last hidden states are asked for."""
+    """Tokens of a batch that need a final hidden state."""
 
-    host: np.ndarray  # which
-    on_device: torch.Tensor  # the same there
-    batch: Batch  # of them alone
+    host: np.ndarray  # their places in the batch
+    on_device: torch.Tensor  # the same on the device
+    batch: Batch  # a batch of these tokens alone
 
 
 def count_decodes(starts: np.ndarray) -> int:
-    """Slices of a single token before the first longer one."""
+    """Count the one-token slices before the first longer one."""
     longer = np.flatnonzero(np.diff(starts) > 1)
     return int(longer[0]) if longer.size else starts.size - 1
 
@@ -99,10 +99,10 @@ def count_decodes(starts: np.ndarray) -> int:
 def cut_prompts(
     starts: np.ndarray, contexts: np.ndarray, tokens: int, long: int = 1 << 30
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """The slices behind the decodes, cut into tiles of so many tokens, those with the most to see first.
+    """Cut the slices after the decodes into tiles of up to `tokens` tokens, ordered by position, highest first.
 
-    [tiles, 4]: each one's slice, first token in the batch, the position of that, and how many tokens it has. Apart from
-    them, as bounds in the batch, the prompts that are at least `long` and here from their first token on.
+    Return [tiles, 4]: slice, first token in the batch, its position, number of tokens; and, not cut, the bounds in the
+    batch of prompts of at least `long` tokens that begin at position 0.
     """
     counts = np.diff(starts)
     behind = np.arange(contexts.size) >= count_decodes(starts)
@@ -118,9 +118,9 @@ def cut_prompts(
 
 
 def send(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Arrays of whole numbers on a device: to a GPU in one transfer, as int32, that nobody waits for.
+    """Copy integer arrays to a device: to a GPU as int32, in one asynchronous transfer.
 
-    A larger transfer from memory that is not pinned would wait until the device has done all that it was given.
+    From memory that is not pinned, a larger transfer would wait until the device has finished its queued work.
     """
     if device.type != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]

@@ -1,4 +1,4 @@
-"""Dense weights, a plain tensor each: packed in panels for float32 on a CPU, as they are elsewhere."""
+"""Dense weights: packed in panels for float32 on a CPU, plain tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Dense(Weight):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """The numbers of outputs and inputs."""
         return self.tensor.shape[0], self.tensor.shape[1]
 
     @property
@@ -37,15 +37,15 @@ class Dense(Weight):
         return F.linear(x, self.tensor)
 
     def join(self, others: Sequence[Dense]) -> Dense:
-        """Return one weight with the outputs of this and then of the others."""
+        """Concatenate the outputs of this weight and the others."""
         return Dense(torch.cat([self.tensor, *(other.tensor for other in others)])) if others else self
 
     def rows(self, first: int, last: int) -> Dense:
-        """Return the part with some of the outputs."""
+        """Return outputs first..last."""
         return Dense(self.tensor[first:last])
 
     def columns(self, first: int, last: int) -> Dense:
-        """Return the part with some of the inputs."""
+        """Return inputs first..last."""
         return Dense(self.tensor[:, first:last].contiguous())
 
     def prepare(self, fused: Fused) -> Product:
@@ -62,13 +62,13 @@ class DenseProduct(Product):
     weight: Dense
 
     def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        """Few rows on a GPU in one kernel; else the product by the vendor's library, the rest apart."""
+        """Run one fused kernel for few rows on a GPU, else cuBLAS for the product and separate kernels around it."""
         weight, (norm, bias, gate) = self.weight.tensor, (self.fused.norm, self.fused.bias, self.fused.gate)
         if not (x.is_cuda and HAS_TRITON):
             return linear_reference(x, weight, bias, norm, gate, add_to)
         from chairlift.ops import skinny_cuda
 
-        if skinny_cuda.pays(x.shape[0], weight.shape[0]):
+        if skinny_cuda.is_faster(x.shape[0], weight.shape[0]):
             scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             numbers = None if gate is None else (gate.linear, gate.cubic)
             return skinny_cuda.linear(x, weight, bias, scale, eps, numbers, add_to)
@@ -107,7 +107,7 @@ class PackedProduct(Product):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it reads."""
+        """Bytes that one call reads."""
         return self._panels.nbytes
 
     def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:

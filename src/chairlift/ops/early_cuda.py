@@ -1,8 +1,8 @@
-"""Early launch: a kernel's programs are brought up while the one before it still runs, and wait there for its results.
+"""Programmatic dependent launch: a kernel's programs are launched while the previous kernel still runs, and wait there.
 
 Between two kernels of a stream a GPU is idle for about a microsecond, and a decode step of a small model is a chain of
-kernels not much longer than that. From compute capability 9 a kernel may ask for its programs to be placed as soon as
-those of the one before have all been; it then must call `wait` before it touches anything that others read or write.
+kernels not much longer than that. From compute capability 9 on, a kernel's programs may be launched as soon as all
+programs of the previous kernel have been; it must call `wait` before it accesses memory that other kernels use.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @functools.cache
 def early() -> dict[str, Any]:
-    """What to launch a kernel with that has the parameter EARLY."""
+    """Return the launch options of a kernel with the parameter EARLY."""
     able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Until all kernels before have ended, and let the next one be placed.
+    """Wait until all previous kernels have finished, and let the next kernel launch.
 
-    Every program must call it, those without work too: a kernel that ends unwaited would make the next one start early.
+    Programs without work must call it too: if a kernel ended without waiting, the next one would start too early.
     """
     if EARLY:
         gdc_wait()

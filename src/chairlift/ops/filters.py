@@ -1,4 +1,4 @@
-"""The filters of a batch, as data that the reference and the kernels share."""
+"""The sampling filters of a batch, shared by the reference and the kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Filters(NamedTuple):
-    """What each row keeps of the vocabulary: min_p comes first, then top_k, then top_p."""
+    """The filters of each row, applied in the order min_p, top_k, top_p."""
 
     top_k: torch.Tensor  # 0: all
     top_p: torch.Tensor
     min_p: torch.Tensor
 
 
-# The id that stands for no token: no logit of the row is above -inf. As an int32 it is 0, so that a row of tokens which
-# holds it can still be read by a step that is launched before the host has seen it.
+# The id that means no token: no logit of the row is above -inf. As an int32 it is 0, a valid id, so that the next step,
+# launched before the host has seen it, can read it as a token.
 NOTHING = 1 << 32

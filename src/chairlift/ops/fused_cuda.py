@@ -1,4 +1,4 @@
-"""The small operations of a layer in Triton, each one pass over its data: norm, gate, and what precedes attention."""
+"""The small operations of a layer in Triton, each one pass over its data: norm, gate, rotary embedding and KV write."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import triton.language as tl
 from chairlift.ops.batch import Batch
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
-from chairlift.ops.kv_quant import LEAST, TOPS
+from chairlift.ops.kv_quant import LEAST, MAX_CODES
 
-_GATED = 1024  # elements of a gate that a program takes
-_TURNED = 8  # heads of a token that a program turns
-_COPIED = 128  # entries of a block table that are copied at a time
+_GATE_ELEMENTS = 1024  # per program
+_ROTATED_HEADS = 8  # per program
+_COPIED = 128  # entries of a block table copied per iteration
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Tensor | None = None) -> torch.Tensor:
@@ -32,8 +32,8 @@ def gate_mul(y: torch.Tensor, linear: float, cubic: float) -> torch.Tensor:
     """Return gate(first half of the columns) times the second half; weight.Gate has the numbers of a gate."""
     rows, width = y.shape[0], y.shape[1] // 2
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
-    _gate[(rows, triton.cdiv(width, _GATED))](
-        y, out, width, COUNT=_GATED, LINEAR=linear, CUBIC=cubic, num_warps=4, **early()
+    _gate[(rows, triton.cdiv(width, _GATE_ELEMENTS))](
+        y, out, width, COUNT=_GATE_ELEMENTS, LINEAR=linear, CUBIC=cubic, num_warps=4, **early()
     )
     return out
 
@@ -43,27 +43,27 @@ def rotate_and_store(
     cache: KvCache,
     layer: int,
     batch: Batch,
-    turns: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> None:
     """Norm and rotate queries and keys in place, and write keys and values to the cache."""
     tokens, heads, dim = qkv.shape
-    data, (cos, sin) = cache.data[layer], turns
+    data, (cos, sin) = cache.data[layer], cos_sin
     scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    _rotate[(tokens, triton.cdiv(heads, _TURNED))](
+    _rotate[(tokens, triton.cdiv(heads, _ROTATED_HEADS))](
         qkv, data, scales, batch.positions, batch.slots, cos, sin, q_norm, k_norm, eps, data.stride(0), data.stride(1),
         data.stride(2), QUERIES=heads - 2 * cache.kv_heads, KEYS=cache.kv_heads, HEADS=heads, DIM=dim, HALF=dim // 2,
         WIDTH=triton.next_power_of_2(dim // 2), BLOCK=cache.block_size, NORMED=norms is not None,
-        TOP=TOPS.get(cache.dtype, 0), LEAST=LEAST, TILE=_TURNED, num_warps=2, **early(),
+        MAX_CODE=MAX_CODES.get(cache.dtype, 0), LEAST=LEAST, TILE=_ROTATED_HEADS, num_warps=2, **early(),
     )  # fmt: skip
 
 
 def look_up(
     rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, tables: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Decodes' tokens, slots, contexts and tables; of a table only what stands for the context is written."""
+    """Return the decodes' tokens, slots, contexts and block tables; tables are written up to the context's end only."""
     count, device = rows.numel(), rows.device
     found = torch.empty(2, count, dtype=torch.int32, device=device)
     slots = torch.empty(count, dtype=torch.int64, device=device)
@@ -98,7 +98,7 @@ def _look_up(
 def _norm(
     x_at, weight_at, out_at, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr
 ):
-    """One row. A weight wider than x multiplies before the result is rounded."""
+    """Norm one row. A weight of a wider dtype than x is applied before the result is rounded."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < SIZE
@@ -127,7 +127,7 @@ def _gate(y_at, out_at, width, COUNT: tl.constexpr, LINEAR: tl.constexpr, CUBIC:
 
 @triton.jit
 def gated(gate, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
-    """The activation of a gate in float32: SiLU, or with CUBIC the tanh version of GELU."""
+    """Apply the activation of a gate in float32: SiLU, or with CUBIC the tanh version of GELU."""
     slope = LINEAR + CUBIC * gate * gate if CUBIC > 0 else LINEAR
     return gate / (1.0 + tl.exp(-gate * slope))
 
@@ -136,10 +136,10 @@ def gated(gate, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
 def _rotate(
     qkv_at, data_at, scales_at, positions_at, slots_at, cos_at, sin_at, q_norm_at, k_norm_at, eps, block_stride,
     side_stride, head_stride, QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, TOP: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, MAX_CODE: tl.constexpr,
     LEAST: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token; TOP is the largest code of an 8-bit cache, 0 where numbers are stored as they are."""
+    """Rotate and store TILE heads of one token; MAX_CODE is the largest code of an 8-bit cache, 0 for other dtypes."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, column = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
     is_head, is_value, is_column = head < HEADS, head >= QUERIES + KEYS, column < HALF
@@ -169,14 +169,14 @@ def _rotate(
         own = head - QUERIES - side * KEYS
         place = slot // BLOCK * block_stride + side * side_stride + own * head_stride
         to = data_at + (place + slot % BLOCK * DIM)[:, None] + column[None, :]
-        if TOP:
+        if MAX_CODE:
             low, high = first.to(tl.float32), second.to(tl.float32)
             peak = tl.maximum(tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1)), LEAST)
-            bits = ((peak * (1 / TOP)).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+            bits = ((peak * (1 / MAX_CODE)).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
             tl.store(scales_at + place // 2 + slot % BLOCK, bits.to(tl.int16), mask=is_head & (head >= QUERIES))
             step = tl.zeros([TILE, WIDTH], tl.float32) + (bits << 16).to(tl.float32, bitcast=True)[:, None]
-            tl.store(to, _nearest(tl.div_rn(low, step), TOP), mask=is_kept)
-            tl.store(to + HALF, _nearest(tl.div_rn(high, step), TOP), mask=is_kept)
+            tl.store(to, _nearest(tl.div_rn(low, step), MAX_CODE), mask=is_kept)
+            tl.store(to + HALF, _nearest(tl.div_rn(high, step), MAX_CODE), mask=is_kept)
         else:
             tl.store(to, first, mask=is_kept)
             tl.store(to + HALF, second, mask=is_kept)
@@ -184,7 +184,7 @@ def _rotate(
 
 @triton.jit
 def _weights(q_norm_at, k_norm_at, is_query, column, HALF: tl.constexpr):
-    """The weights of the norm for both halves of each head: those of queries, or of keys."""
+    """Return the norm weights of both halves of each head, for queries or keys."""
     inside, is_query = column < HALF, is_query[:, None]
     low_q = tl.load(q_norm_at + column, mask=inside, other=0.0)[None, :]
     low_k = tl.load(k_norm_at + column, mask=inside, other=0.0)[None, :]
@@ -194,10 +194,12 @@ def _weights(q_norm_at, k_norm_at, is_query, column, HALF: tl.constexpr):
 
 
 @triton.jit
-def _nearest(x, TOP: tl.constexpr):
-    """The codes next to float32 numbers, as kv_quant has them."""
-    if TOP == 127:
-        codes = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2**23: the last bits count ones
+def _nearest(x, MAX_CODE: tl.constexpr):
+    """Return the codes nearest to float32 numbers, as in kv_quant."""
+    if MAX_CODE == 127:
+        codes = (
+            (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        )  # 1.5 * 2**23: the last mantissa bits are the integer
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF

@@ -1,9 +1,9 @@
-"""The paged KV cache: its layout, writing to it, and copying blocks.
+"""The paged KV cache: its layout, writes, and copies of blocks.
 
-One tensor [layers, blocks, 2, kv_heads, dim * block_size]. In a block, values lie as [block_size, dim], and so do keys;
-but for the compiled CPU kernels keys lie transposed [dim, block_size], so that the scores of a whole block are one
-vector operation for each element of a query. In 8 bits (kv_quant.py) the codes are followed by their tokens' scales, so
-that whatever moves a block moves all of it.
+One tensor [layers, blocks, 2, kv_heads, dim * block_size]. Within a block, keys and values are [block_size, dim]; for
+the compiled CPU kernels keys are transposed to [dim, block_size], so that the scores of a whole block are one vector
+operation per element of a query. In 8 bits (kv_quant.py) the tokens' scales follow the codes, so that copying a block
+copies both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LINE = 64  # bytes in a cache line
 
 
 def bytes_per_token(layers: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token takes in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return 2 * layers * kv_heads * (dim * dtype.itemsize + (SCALE_BYTES if dtype in CONTAINERS else 0))
 
 
 class KvCache:
-    """The blocks of all layers."""
+    """The KV blocks of all layers."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class KvCache:
         *,
         compiled: bool | None = None,
     ) -> None:
-        """For 8 bits, `dtype` is torch.int8 or torch.float8_e4m3fn, and `compiled` says who reads it."""
+        """Allocate the blocks; dtype int8 or float8_e4m3fn holds 8-bit codes, `compiled` is the CPU kernels' layout."""
         stored, is_narrow = CONTAINERS.get(dtype, dtype), dtype in CONTAINERS
         shape = (layers, blocks, 2, kv_heads, block_size * (dim + SCALE_BYTES if is_narrow else dim))
-        # Zeros, not empty: a kernel may read the unwritten tail of a block, and 0 times its weight must be 0, not NaN.
+        # Zeros, not empty: a kernel may read the unwritten end of a block, and 0 times its value must be 0, not NaN.
         if device.type == "cpu":
-            # NumPy takes zeroed pages from the system: memory that is not used yet costs neither time nor RAM.
+            # NumPy gets zeroed pages from the system: untouched memory costs neither time nor RAM.
             raw = np.zeros(math.prod(shape) * stored.itemsize, np.uint8)
             self.data = torch.from_numpy(raw).view(stored).view(shape)
         else:
@@ -55,33 +55,33 @@ class KvCache:
         self.scales = self.data[..., block_size * dim :].view(torch.bfloat16) if is_narrow else None
         self.dtype, self.blocks, self.kv_heads, self.dim, self.block_size = dtype, blocks, kv_heads, dim, block_size
         is_compiled = device.type == "cpu" and dtype == torch.float32 if compiled is None else compiled
-        # What compiled kernels see, made once: asking torch for it in every layer of every step takes its time.
+        # Arrays for the compiled kernels, made once: converting in every layer of every step costs time.
         self.arrays = [layer.numpy() for layer in self.data] if is_compiled else []
         self.scale_arrays: list[np.ndarray | None] = [None] * layers
         if self.arrays and self.scales is not None:
             self.scale_arrays = [layer.view(torch.int16).numpy() for layer in self.scales]
 
     def stored_keys(self, layer: int) -> torch.Tensor:
-        """[blocks, kv_heads, dim, block_size], as they lie in memory"""
+        """Return a view [blocks, kv_heads, dim, block_size] of the stored keys."""
         data = self.data[layer, :, 0, :, : self.dim * self.block_size]
         if self.arrays:
             return data.view(self.blocks, self.kv_heads, self.dim, self.block_size)
         return data.view(self.blocks, self.kv_heads, self.block_size, self.dim).transpose(-1, -2)
 
     def stored_values(self, layer: int) -> torch.Tensor:
-        """[blocks, kv_heads, block_size, dim], as they lie in memory"""
+        """Return a view [blocks, kv_heads, block_size, dim] of the stored values."""
         data = self.data[layer, :, 1, :, : self.dim * self.block_size]
         return data.view(self.blocks, self.kv_heads, self.block_size, self.dim)
 
     def keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, kv_heads, dim, block_size] of some blocks; float32 where they are stored in 8 bits"""
+        """Return the keys of some blocks, [blocks, kv_heads, dim, block_size]; 8-bit ones as float32."""
         found = self.stored_keys(layer)[blocks]
         if self.scales is None:
             return found
         return dequantize_reference(found, self.scales[layer, blocks, 0].unsqueeze(-2), self.dtype)
 
     def values(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, kv_heads, block_size, dim] of some blocks; float32 where they are stored in 8 bits"""
+        """Return the values of some blocks, [blocks, kv_heads, block_size, dim]; 8-bit ones as float32."""
         found = self.stored_values(layer)[blocks]
         if self.scales is None:
             return found
@@ -94,7 +94,7 @@ class KvCache:
 
 
 def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
-    """Put the keys and values, the last heads of qkv [tokens, heads, dim], where the batch says."""
+    """Write the keys and values, the last heads of qkv [tokens, heads, dim], to the batch's slots."""
     written = qkv[:, -2 * cache.kv_heads :]
     block, offset = batch.slots // cache.block_size, batch.slots % cache.block_size
     if cache.scales is not None:
@@ -106,7 +106,7 @@ def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Bat
 
 
 @njit(nogil=True, error_model="numpy")
-def put(
+def store_kv(
     data: np.ndarray,
     scales: np.ndarray | None,
     qkv: np.ndarray,
@@ -115,15 +115,15 @@ def put(
     first: int,
     last: int,
 ) -> None:
-    """The same for the tokens first..last and one layer's blocks, compiled; for calls from other kernels.
+    """Write the keys and values of tokens first..last to one layer's blocks; compiled, for calls from other kernels.
 
-    Numba knows from its type whether there are scales, and compiles one of the two branches.
+    Numba decides by the type of `scales` and compiles only one of the two branches.
     """
     dim, heads = qkv.shape[2], data.shape[2]
     queries = qkv.shape[1] - 2 * heads
     at, pitch = data.ctypes.data, 2 * heads * data.shape[3] * data.itemsize
     for token in range(first, last):
-        # A key is scattered over as many cache lines as it has elements: have the next token's on their way.
+        # A key is scattered over as many cache lines as it has elements: prefetch the next token's.
         if token + 1 < last and slots[token + 1] != slots[token] + 1:
             begin = at + slots[token + 1] // block_size * pitch
             for line in range(begin, begin + pitch // 2, _LINE):

@@ -1,8 +1,8 @@
-"""Keys and values in 8 bits: whole numbers (int8) or small floats (fp8, e4m3), with a scale per token and KV head.
+"""Keys and values in 8 bits, int8 or fp8 (e4m3), with a scale per token and KV head.
 
-A head's key or value x becomes codes x / scale. The scale is the largest |x| over the largest code, as a bfloat16 that
-is rounded up, so that nothing has to be clipped. Every step is one float32 operation that rounds alike everywhere, or
-one on the bits themselves: torch, the compiled CPU code and Triton give the same bytes.
+A head's key or value x is stored as codes x / scale. The scale is the largest |x| divided by the largest code, rounded
+up to bfloat16, so that no code is clipped. Every step is one correctly rounded float32 operation or a bit operation:
+torch, the compiled CPU code and Triton produce the same bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from numba.extending import intrinsic
 
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, prefetch
 
-# What the setting kv_dtype names. NumPy and torch's indexing know no fp8: such codes are kept as plain bytes.
+# Values of the setting kv_dtype. NumPy and torch's indexing do not support fp8: its codes are stored as uint8.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CONTAINERS = {torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}
-TOPS = {torch.int8: 127, torch.float8_e4m3fn: 448}  # the largest code
+MAX_CODES = {torch.int8: 127, torch.float8_e4m3fn: 448}  # largest code
 SCALE_BYTES = 2
-LEAST = 1e-30  # the largest |x| counts as at least this: a row of zeros has a scale, too
+LEAST = 1e-30  # lower bound of the largest |x|: a row of zeros needs a scale above 0
 
 
 def quantize_reference(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of x [..., dim] in their container, and the bfloat16 scales [...]."""
+    """Return the codes of x [..., dim] in their container dtype, and the bfloat16 scales [...]."""
     wide = x.float()
-    least = wide.abs().amax(-1).clamp(min=LEAST) * (1 / TOPS[dtype])
+    least = wide.abs().amax(-1).clamp(min=LEAST) * (1 / MAX_CODES[dtype])
     scales = (((least.view(torch.int32) + 0xFFFF) >> 16) << 16).view(torch.float32)
     codes = wide / scales.unsqueeze(-1)
     stored = codes.round().to(dtype) if dtype == torch.int8 else codes.to(dtype)
@@ -38,25 +38,25 @@ def quantize_reference(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
 
 
 def dequantize_reference(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 numbers from codes and scales that broadcast to them."""
+    """Return codes times scales in float32; the scales broadcast."""
     return codes.view(dtype).float() * scales.float()
 
 
-# ---- The same for the compiled CPU kernels: an array of int8 holds int8 codes, one of uint8 e4m3 codes.
+# ---- For the compiled CPU kernels: int8 arrays hold int8 codes, uint8 arrays e4m3 codes.
 
 _f32, _i8, _i16, _i32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 
 
 @intrinsic
 def _unpack_line(_context: Any, codes_at: Any, numbers_at: Any, kind: Any) -> Any:
-    """The float32 numbers of 16 codes, their scales aside; `kind` is any value of the container's type."""
+    """Convert 16 codes to float32, without scales; `kind` is any value of the container's type."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         codes = _load(builder, args[0], _i8)
         if kind == types.int8:
             numbers = builder.sitofp(codes, _lanes(_f32))
         else:
-            # Sign, 4 bits of exponent, 3 of mantissa, moved to where a float32 has them; its exponents begin 120 lower.
+            # Shift sign, exponent (4 bits) and mantissa (3) to their float32 bits; the exponent bias differs by 120.
             bits = builder.shl(builder.sext(codes, _lanes(_i32)), _all(_i32, 20))
             small = builder.bitcast(builder.and_(bits, _all(_i32, 0x87F00000)), _lanes(_f32))
             numbers = builder.fmul(small, _all(_f32, 2.0**120))
@@ -99,7 +99,7 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 @intrinsic
 def _nearest(_context: Any, x: Any, kind: Any) -> Any:
-    """The code next to a float32 that is within the codes' range; `kind` is any value of the container's type."""
+    """Return the code nearest to a float32 within the codes' range; `kind` is any value of the container's type."""
 
     def emit(_context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x = args[0]
@@ -108,10 +108,10 @@ def _nearest(_context: Any, x: Any, kind: Any) -> Any:
             return builder.fptosi(builder.call(rint, [x]), _i8)
         bits = builder.bitcast(x, _i32)
         size = builder.and_(bits, _i32(0x7FFFFFFF))
-        # Round at the third bit of the mantissa, ties to even, and start the exponents 120 later.
+        # Round at the third bit of the mantissa, ties to even, and subtract 120 from the exponent.
         odd = builder.and_(builder.lshr(size, _i32(20)), _i32(1))
         normal = builder.sub(builder.lshr(builder.add(size, builder.add(odd, _i32(0x7FFFF))), _i32(20)), _i32(120 << 3))
-        # Below 2**-6 codes are multiples of 2**-9: the last bits of a float32 near 2**14 are just these.
+        # Below 2**-6 codes are multiples of 2**-9, which is the spacing of float32 near 2**14: adding 2**14 rounds.
         near = builder.fadd(builder.bitcast(size, _f32), _f32(2.0**14))
         tiny = builder.sub(builder.bitcast(near, _i32), _i32((127 + 14) << 23))
         code = builder.select(builder.icmp_signed("<", size, _i32((127 - 6) << 23)), tiny, normal)
@@ -123,7 +123,7 @@ def _nearest(_context: Any, x: Any, kind: Any) -> Any:
 
 @intrinsic
 def _rounded_up(_context: Any, x: Any) -> Any:
-    """The bits of the next bfloat16 that is not below a positive float32."""
+    """Return the bits of a positive float32 rounded up to bfloat16."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         bits = builder.add(builder.bitcast(args[0], _i32), _i32(0xFFFF))
@@ -134,7 +134,7 @@ def _rounded_up(_context: Any, x: Any) -> Any:
 
 @intrinsic
 def _widened(_context: Any, bits: Any) -> Any:
-    """The float32 of a bfloat16's bits."""
+    """Convert the bits of a bfloat16 to float32."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], _i32), _i32(16)), _f32)
@@ -143,12 +143,12 @@ def _widened(_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def _inverse_top(_context: Any, kind: Any) -> Any:
-    """1 over the largest code of a container's type."""
-    top = TOPS[torch.int8] if kind == types.int8 else TOPS[torch.float8_e4m3fn]
+def _inverse_max_code(_context: Any, kind: Any) -> Any:
+    """Return 1 / the largest code of a container's type."""
+    max_code = MAX_CODES[torch.int8] if kind == types.int8 else MAX_CODES[torch.float8_e4m3fn]
 
     def emit(_context: Any, _builder: Any, _signature: Any, _args: Any) -> Any:
-        return _f32(float(np.float32(1 / top)))
+        return _f32(float(np.float32(1 / max_code)))
 
     return types.float32(kind), emit
 
@@ -169,12 +169,12 @@ def store(
     at: int,
     step: int,
 ) -> None:
-    """Write the codes of x [dim] from `at` on, `step` apart, and their scale; fastmath would round its own way."""
+    """Write the codes of x [dim] from `at` on, `step` apart, and their scale; no fastmath, which changes rounding."""
     kind = data[0, 0, 0, 0]
     peak = _LEAST
     for i in range(x.size):
         peak = max(peak, abs(x[i]))
-    bits = _rounded_up(peak * _inverse_top(kind))
+    bits = _rounded_up(peak * _inverse_max_code(kind))
     scales[block, side, head, offset] = bits
     scale = _widened(bits)
     for i in range(x.size):
@@ -183,7 +183,7 @@ def store(
 
 @njit(nogil=True, error_model="numpy")
 def _unpack(codes_at: int, pitch: int, lines: int, wide_at: int, kind: int) -> None:
-    """The numbers of lines of 16 codes, `pitch` apart."""
+    """Convert lines of 16 codes, `pitch` bytes apart, to float32."""
     for line in range(lines):
         _unpack_line(codes_at + line * pitch, wide_at + line * BLOCK_COLUMNS * 4, kind)
 
@@ -197,7 +197,7 @@ def _scale(weights_at: int, pitch: int, rows: int, scales_at: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def _fetch(begin: int, size: int) -> None:
-    """Ask for the cache lines of so many bytes."""
+    """Prefetch the cache lines of `size` bytes."""
     for line in range(begin, begin + size, _LINE):
         prefetch(line)
 
@@ -207,9 +207,9 @@ def score_narrow(
     queries_at: int, rows: int, dim: int, data: np.ndarray, tables: np.ndarray, piece: int, block_size: int,
     begin: int, end: int, head: int, span: int, weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """The scores begin..end of `rows` queries for each of `span` KV heads, from codes.
+    """Write the scores begin..end of `rows` queries for each of `span` KV heads, from codes.
 
-    The tile runs over the numbers that the codes stand for; the scales follow, once a score and not once an element.
+    The tile multiplies unscaled codes; scales are applied once per score instead of once per element.
     """
     kind, head_bytes = data[0, 0, 0, 0], data.shape[3]
     block_bytes, scales_from = 2 * data.shape[2] * head_bytes, dim * block_size
@@ -237,7 +237,7 @@ def weigh_narrow(
     weights: np.ndarray, rows: int, dim: int, data: np.ndarray, tables: np.ndarray, piece: int, block_size: int,
     begin: int, end: int, head: int, span: int, sums_at: int,
 ) -> None:  # fmt: skip
-    """The sums of the values begin..end, weighted, from codes; their scales go into the weights."""
+    """Write the weighted sums of the values begin..end, from codes; the scales are applied to the weights."""
     kind, head_bytes = data[0, 0, 0, 0], data.shape[3]
     block_bytes, scales_from = 2 * data.shape[2] * head_bytes, dim * block_size
     values_at, weights_at = data.ctypes.data + (data.shape[2] + head) * head_bytes, weights.ctypes.data

@@ -1,4 +1,4 @@
-"""Linear layers: y = x @ W^T with the norm before, and after it the bias, the gate, a norm or the residual."""
+"""Linear layers: y = x @ W^T with a norm before it, and a bias, gate, norm or residual after it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Linear:
         *,
         norm: Norm | None = None,
         gate: Gate | None = None,
-        after: Norm | None = None,
+        output_norm: Norm | None = None,
         reduce: Reduce | None = None,
     ) -> None:
         self.shape = weight.shape
         self._bias = bias if reduce is not None else None
-        self._after = after  # a norm of the output, before it is added to the residual
+        self._output_norm = output_norm  # applied before the residual is added
         self._reduce = reduce
         self._product = weight.prepare(Fused(norm, None if reduce is not None else bias, gate))
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it runs as a compiled kernel, on arrays."""
+        """Whether it runs as a compiled CPU kernel, on NumPy arrays."""
         return self._product.is_compiled
 
     @property
@@ -55,15 +55,15 @@ class Linear:
 
     def __call__(self, x: Any, add_to: Any = None) -> Any:
         """Return the output; with `add_to`, add the output there in place and return that."""
-        if self._reduce is None and self._after is None:
+        if self._reduce is None and self._output_norm is None:
             return self._multiply(x, add_to)
         y = self._multiply(x, None)
         if self._reduce is not None:
             y = self._reduce(y)
             if self._bias is not None:
                 y += self._bias if isinstance(y, torch.Tensor) else self._bias.numpy()
-        if self._after is not None:
-            return add_norm(y, self._after, add_to)
+        if self._output_norm is not None:
+            return add_norm(y, self._output_norm, add_to)
         if add_to is None:
             return y
         add_to += y

@@ -34,7 +34,7 @@ def rms_norm(x: torch.Tensor, norm: Norm, add_to: torch.Tensor | None = None) ->
 
 
 def add_norm(y: Array, norm: Norm, add_to: Array | None) -> Array:
-    """Norm the output of a layer, as Gemma does, and add it to the residual stream in place if that is given."""
+    """Norm the output of a layer, as Gemma does, and add it in place to the residual if one is given."""
     if isinstance(y, torch.Tensor):
         assert add_to is None or isinstance(add_to, torch.Tensor)
         return rms_norm(y, norm, add_to)
@@ -47,8 +47,8 @@ def add_norm(y: Array, norm: Norm, add_to: Array | None) -> Array:
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32.
 
-    A weight in the dtype of x multiplies the rounded result, as Llama does it; a float32 weight beside 16-bit inputs
-    multiplies before rounding, as Gemma does it.
+    A weight in the dtype of x multiplies the rounded result, as in Llama; a float32 weight with 16-bit inputs
+    multiplies before rounding, as in Gemma.
     """
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

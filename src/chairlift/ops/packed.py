@@ -1,4 +1,4 @@
-"""Linear layers in float32 on the CPU: the weight packed in panels, the layer one compiled kernel."""
+"""Linear layers in float32 on the CPU: weights packed in panels, one compiled kernel per layer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from chairlift.ops.norm import normalize
 from chairlift.ops.team import bind, run
 from chairlift.ops.tile import PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
 
-_K_BLOCK = {4: 576, 8: 384, 16: 96}[WIDTH]  # a panel's share of K that stays in the first-level cache for all rows
-_ROW_BLOCK = 192  # rows that pass over a panel together: their inputs and sums stay in the second-level cache
+_K_BLOCK = {4: 576, 8: 384, 16: 96}[WIDTH]  # the part of a panel, along K, that fits the L1 cache while all rows use it
+_ROW_BLOCK = 192  # rows multiplied by a panel together: their inputs and sums fit the L2 cache
 _LINE = 64  # bytes in a cache line
-_FETCHES_AHEAD = WIDTH > 4  # measured: a tenth faster with AVX512, a hundredth slower with NEON
-PLAIN, ADD, GATED = 0, 1, 2  # what becomes of a product: stored, added to the output, or gated
+_FETCHES_AHEAD = WIDTH > 4  # measured: 10% faster with AVX512, 1% slower with NEON
+PLAIN, ADD, GATED = 0, 1, 2  # whether a product is stored, added to the output, or gated
 
 
 def pack(weight: torch.Tensor, gated: bool) -> np.ndarray:
-    """[panels, in, PANEL], zero-padded; of a gated weight, each gate panel is followed by its up panel."""
+    """Return [panels, in, PANEL], zero-padded; in a gated weight each gate panel is followed by its up panel."""
     halves = [_panels(half) for half in (weight.chunk(2) if gated else (weight,))]
     if not gated:
         return halves[0]
@@ -48,7 +48,7 @@ def multiply(
     mode: int,
     gate: tuple[float, float],
 ) -> None:
-    """Compute the layer of x into `out`; `source` is where the normed input goes, or x itself without a norm."""
+    """Compute the layer of x into `out`; `source` is a buffer for the normed input, or x itself without a norm."""
     if scale.size:
         run(pieces, *bind(_norm_rows, (x, scale, eps, source)))
     run(pieces, *bind(_multiply_tiles, (source, packed, bias, out, mode, gate)))
@@ -76,13 +76,13 @@ def _multiply_tiles(
     x_at, packed_at = x.ctypes.data, packed.ctypes.data
     step = 2 if mode == GATED else 1
     groups, span = packed.shape[0] // step, step * PANEL
-    # Every panel is computed into this buffer and stored from there: that is where the bias, the residual, the gate
-    # and the last panel's padding are dealt with.
+    # Every panel is computed into this buffer; _store applies bias, residual and gate and drops the padding as it
+    # copies from there.
     tile = np.empty((min(tokens, _ROW_BLOCK), span), np.float32)
     tile_at = tile.ctypes.data
     for row in range(0, tokens, _ROW_BLOCK):
         rows = min(_ROW_BLOCK, tokens - row)
-        # Shares are even in tiles, not in panels: of 9 panels two pieces are 4.5 each, cut between two rows.
+        # Divide tiles evenly, not panels: two pieces of 9 panels get 4.5 each, split between two rows.
         tiles = -(-rows // ROWS)
         first, last = groups * tiles * piece // pieces, groups * tiles * (piece + 1) // pieces
         for group in range(first // tiles, -(-last // tiles)):
@@ -96,19 +96,19 @@ def _multiply_tiles(
 
 @njit(nogil=True, error_model="numpy")
 def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, span: int) -> None:
-    """All rows times one panel, a K block at a time."""
+    """Multiply all rows by one panel, a K block at a time."""
     blocks = -(-tokens // ROWS)
     for k in range(0, depth, _K_BLOCK):
         count = min(_K_BLOCK, depth - k)
         here = panel_at + k * PANEL * 4
-        ahead = here + count * PANEL * 4  # what comes next lies right behind
+        ahead = here + count * PANEL * 4  # the next block follows in memory
         share = -(-count * PANEL * 4 // (blocks * _LINE)) * _LINE
         for block in range(blocks):
             if _FETCHES_AHEAD and blocks > 1:
                 for line in range(ahead, ahead + share, _LINE):
                     prefetch(line)  # the next block arrives from memory while this one is used
                 ahead += share
-            # Even shares instead of full tiles and a rest: a tile of one row takes almost as long as one of four.
+            # Even tiles instead of full tiles and a rest: a tile of one row takes almost as long as one of four.
             row, end = tokens * block // blocks, tokens * (block + 1) // blocks
             x_row, tile_row = x_at + (row * depth + k) * 4, tile_at + row * span * 4
             panel_tile(end - row, x_row, depth, here, tile_row, span, count, k)
@@ -126,9 +126,9 @@ def _store(
     first: int,
     last: int,
 ) -> None:
-    """Write one panel's columns to their place, with all that follows the product."""
+    """Write one panel's columns to the output, with bias, residual or gate."""
     linear, cubic = numba.float32(gate[0]), numba.float32(gate[1])
-    start, count = numba.uintp(first), numba.uintp(last - first)  # unsigned, or LLVM makes no vectors of it
+    start, count = numba.uintp(first), numba.uintp(last - first)  # unsigned, so that LLVM vectorizes
     for row in range(numba.uintp(rows)):
         to = numba.uintp(top) + row
         if mode == GATED:

@@ -1,6 +1,6 @@
-"""What happens to queries, keys and values between their projection and attention: norm, rotary position, cache.
+"""From the QKV projection to attention: norm, rotary embedding, and the write to the KV cache.
 
-The rotary embedding turns each pair (i, i + half) of a head by an angle that grows with the position.
+The rotary embedding rotates each pair (i, i + half) of a head by an angle that grows with the position.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from numba import njit
 
 from chairlift.ops.batch import Array, Batch
-from chairlift.ops.kv_cache import KvCache, put, write_kv_reference
+from chairlift.ops.kv_cache import KvCache, store_kv, write_kv_reference
 from chairlift.ops.norm import normalize, rms_norm_reference
 from chairlift.ops.team import bind, run
 from chairlift.ops.triton_found import HAS_TRITON
@@ -25,24 +25,24 @@ def rotate_and_store(
     cache: KvCache,
     layer: int,
     batch: Batch,
-    turns: tuple[Array, Array],
+    cos_sin: tuple[Array, Array],
     norms: tuple[Array, Array] | None,
     eps: float,
 ) -> None:
-    """Of qkv [tokens, heads, dim]: norm and rotate queries and keys in place, then write keys and values to the cache.
+    """Norm and rotate queries and keys of qkv [tokens, heads, dim] in place, then write keys and values to the cache.
 
-    `turns` are cosines and sines [positions, dim / 2]; `norms` the weights for queries and for keys, where a family has
-    them.
+    `cos_sin` are cosines and sines [positions, dim / 2]; `norms` the weights for queries and keys of families with a
+    QK norm.
     """
     if isinstance(qkv, torch.Tensor):
         if qkv.is_cuda and HAS_TRITON:
             from chairlift.ops import fused_cuda
 
-            fused_cuda.rotate_and_store(qkv, cache, layer, batch, turns, norms, eps)  # type: ignore[arg-type]
+            fused_cuda.rotate_and_store(qkv, cache, layer, batch, cos_sin, norms, eps)  # type: ignore[arg-type]
         else:
-            rotate_and_store_reference(qkv, cache, layer, batch, turns, norms, eps)
+            rotate_and_store_reference(qkv, cache, layer, batch, cos_sin, norms, eps)
         return
-    (cos, sin), (q_norm, k_norm), host = turns, norms or (_NOTHING, _NOTHING), batch.host
+    (cos, sin), (q_norm, k_norm), host = cos_sin, norms or (_NOTHING, _NOTHING), batch.host
     _rotate_and_store(
         torch.get_num_threads(),
         qkv,
@@ -64,21 +64,21 @@ def rotate_and_store_reference(
     cache: KvCache,
     layer: int,
     batch: Batch,
-    turns: tuple[Any, Any],
+    cos_sin: tuple[Any, Any],
     norms: tuple[Any, Any] | None,
     eps: float,
 ) -> None:
-    """The same in plain torch."""
+    """Compute rotate_and_store in plain torch."""
     keys = slice(qkv.shape[1] - 2 * cache.kv_heads, qkv.shape[1] - cache.kv_heads)
     q, k = qkv[:, : keys.start], qkv[:, keys]
     for heads, weight in zip((q, k), norms or (None, None), strict=True):
         normed = heads if weight is None else rms_norm_reference(heads, weight, eps)
-        heads.copy_(rope_reference(normed, batch.positions, *turns))
+        heads.copy_(rope_reference(normed, batch.positions, *cos_sin))
     write_kv_reference(cache, layer, qkv, batch)
 
 
 def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The rotation of x [tokens, heads, dim] alone, as a new tensor."""
+    """Return the rotation of x [tokens, heads, dim] as a new tensor."""
     c, s = cos[positions].unsqueeze(1).to(x.dtype), sin[positions].unsqueeze(1).to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
@@ -103,7 +103,7 @@ def _rotate_and_store(
     run(pieces, *bind(_rotate_tokens, given))
 
 
-@njit(nogil=True, error_model="numpy")  # with fastmath, `put` would round in its own way
+@njit(nogil=True, error_model="numpy")  # no fastmath, which would change the rounding in store_kv
 def _rotate_tokens(
     qkv: np.ndarray,
     data: np.ndarray,
@@ -127,7 +127,7 @@ def _rotate_tokens(
             normalize(qkv[token], q_norm, eps, qkv[token], 0, heads)
             normalize(qkv[token], k_norm, eps, qkv[token], heads, heads + kv_heads)
         _rotate(qkv[token], heads + kv_heads, cos[positions[token]], sin[positions[token]])
-    put(data, scales, qkv, slots, block_size, first, last)
+    store_kv(data, scales, qkv, slots, block_size, first, last)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -1,4 +1,4 @@
-"""Choosing the next token: penalties, filters, noise and log-probabilities of a [rows, vocabulary] batch."""
+"""Sampling: penalties, filters, noise and log-probabilities of logits [rows, vocabulary]."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MASK = 0xFFFFFFFF
 
 
 def is_fused(logits: torch.Tensor) -> bool:
-    """Whether choosing is one pass of compiled kernels here, which read logits in any dtype and skip greedy rows."""
+    """Whether fused kernels sample here; they read logits of any dtype and take greedy rows too."""
     return logits.is_cuda and HAS_TRITON
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, filters: Filters | None) -> torch.Tensor:
-    """A token of each row, drawn at its temperature from what its filters leave, with its key's noise.
+    """Sample a token per row at its temperature, after its filters, with the noise of its key.
 
-    At temperature 0 it is the likeliest where choosing is fused; elsewhere such rows must not be given.
+    Rows at temperature 0 take the likeliest token if `is_fused`; otherwise they must not be passed.
     """
     if is_fused(logits):
         from chairlift.ops import sampling_cuda
@@ -42,10 +42,10 @@ def penalize_(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """Push down tokens already seen: repetition counts prompt and answer, the other two the answer alone.
+    """Lower the logits of earlier tokens: repetition counts prompt and answer, the other penalties the answer alone.
 
-    `which` rows of the logits are meant. history [rows, longest] holds the tokens of each of these, of which the first
-    `lengths` are real.
+    `which` are the penalized rows of the logits. history [rows, longest] has the tokens of each; the first `lengths`
+    of a row are valid.
     """
     given = history, prompt_lengths, lengths, repetition, presence, frequency
     if logits.is_cuda or logits.dtype != torch.float32:
@@ -66,7 +66,7 @@ def penalize_reference_(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """Do the same to all rows, with counts of the whole vocabulary."""
+    """Compute penalize_ for all rows in plain torch, with counts over the whole vocabulary."""
     place = torch.arange(history.shape[1], device=logits.device)
     is_real = place < lengths[:, None]
     is_output = is_real & (place >= prompt_lengths[:, None])
@@ -79,7 +79,7 @@ def penalize_reference_(
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The id of each row's highest logit, the first of equals; NOTHING where no logit is above -inf."""
+    """Return the id of each row's highest logit, the first of equal ones; NOTHING if no logit is above -inf."""
     if is_fused(logits):
         from chairlift.ops import sampling_cuda
 
@@ -93,7 +93,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Logits with -inf for all that min_p, then top_k (0: all), then top_p leave out; those given may be changed."""
+    """Return logits with -inf for tokens that min_p, top_k (0: all) or top_p drops; may change `logits` in place."""
     if logits.is_cuda:
         return keep_likeliest_reference(logits, top_k, top_p, min_p)
     arrays = (each.numpy() for each in (logits, top_k, top_p, min_p))
@@ -104,7 +104,7 @@ def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
 def keep_likeliest_reference(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Do the same by sorting the whole vocabulary; top_p measures shares of what top_k left."""
+    """Compute keep_likeliest by sorting the vocabulary; top_p applies to the probabilities after top_k."""
     floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
     logits = logits.masked_fill(logits < floor, -torch.inf)
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -112,15 +112,15 @@ def keep_likeliest_reference(
     k = torch.where(top_k > 0, top_k, logits.shape[-1])[:, None]
     kept = ordered.masked_fill(place >= k, -torch.inf)
     shares = (kept - kept.logsumexp(-1, keepdim=True)).exp()
-    before = shares.cumsum(-1) - shares  # the mass of all likelier tokens: the first always stays
+    before = shares.cumsum(-1) - shares  # probability of all likelier tokens: the first token is always kept
     kept = kept.masked_fill((before >= top_p[:, None]) & (place > 0) & (top_p[:, None] < 1), -torch.inf)
     return torch.full_like(logits, -torch.inf).scatter_(1, ids, kept)
 
 
 def gumbel(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise [rows, vocabulary] that depends on each row's key [rows, 2] and the token id alone.
+    """Return Gumbel noise [rows, vocabulary], a function of each row's key [rows, 2] and the token id.
 
-    The likeliest token after adding it is a draw from the softmax: sampling without a cumulative sum.
+    The highest logit after adding it is a sample from the softmax, without a cumulative sum.
     """
     if keys.device.type == "cpu":
         uniform = torch.empty(keys.shape[0], vocabulary)
@@ -131,7 +131,7 @@ def gumbel(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def uniform_reference(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Uniform numbers in (0, 1) by hashing (key, token id) with 32-bit arithmetic, in plain torch."""
+    """Return uniform numbers in (0, 1): a 32-bit hash of (key, token id), in plain torch."""
     x = torch.arange(vocabulary, device=keys.device)[None, :] * GOLDEN & _MASK
     x = x ^ keys[:, :1]
     x = (x ^ (x >> 16)) * MIX1 & _MASK
@@ -144,9 +144,9 @@ def uniform_reference(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
 def score(
     logits: torch.Tensor, tokens: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of chosen tokens: log-probability and rank; of the `top` likeliest: log-probabilities and ids."""
+    """Return log-probability and rank of the sampled tokens, and log-probabilities and ids of the `top` likeliest."""
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, tokens.long().clamp(max=logits.shape[-1] - 1)[:, None])  # which NOTHING is beyond
+    chosen = logprobs.gather(1, tokens.long().clamp(max=logits.shape[-1] - 1)[:, None])  # NOTHING is out of range
     rank = (logprobs > chosen).sum(-1) + 1
     values, ids = logprobs.topk(top, dim=-1)
     return chosen[:, 0], rank, values, ids
@@ -155,9 +155,9 @@ def score(
 def candidates(
     logits: torch.Tensor, stops: torch.Tensor, is_stop: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row's stops and the `count` likeliest other tokens: log-probabilities and ids, the likeliest first.
+    """Return log-probabilities and ids of each row's stop tokens and its `count` likeliest others, likeliest first.
 
-    The stops [rows, most] are token ids, real where `is_stop`. Up to the last of the other tokens, the order is that of
+    `stops` [rows, most] are token ids, valid where `is_stop`. Up to the last of the other tokens, the order is that of
     the whole vocabulary.
     """
     vocabulary = logits.shape[-1]
@@ -167,4 +167,4 @@ def candidates(
     values, ids = logprobs.topk(count, dim=-1)
     values, order = torch.cat([values, ending], -1).sort(dim=-1, descending=True, stable=True)
     ids = torch.cat([ids, stops], -1).gather(1, order)
-    return values[:, :vocabulary], ids[:, :vocabulary]  # behind them is what is no token: filled-up or banned stops
+    return values[:, :vocabulary], ids[:, :vocabulary]  # the rest is padding and banned stop tokens

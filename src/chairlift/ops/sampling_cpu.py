@@ -1,4 +1,4 @@
-"""Choosing tokens on a CPU, compiled: rows are shared out among threads, and no row is sorted."""
+"""Sampling on a CPU, compiled: rows are divided among threads, and no row is sorted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numba import njit
 
 from chairlift.ops.team import bind, run
 
-_PART = 1024  # logits whose highest is found together: only the part that has it is searched for its place
+_PART = 1024  # logits per part: only the part with the highest logit is searched for its index
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
 @njit(nogil=True, cache=True)
 def likeliest(pieces: int, logits: np.ndarray, out: np.ndarray, nothing: int) -> None:
-    """Write the id of each row's highest logit, the first of equals; `nothing` where no logit is above -inf."""
+    """Write the id of each row's highest logit, the first of equal ones; `nothing` if no logit is above -inf."""
     run(pieces, *bind(_likeliest, (logits, out, nothing)))
 
 
@@ -39,7 +39,7 @@ def _likeliest(logits: np.ndarray, out: np.ndarray, nothing: int, piece: int, pi
 
 @njit(nogil=True, fastmath={"reassoc", "nsz"})
 def _peak(x: np.ndarray) -> Any:
-    """The highest value; what is not a number is passed over."""
+    """Return the highest value, ignoring NaN."""
     best = numba.float32(-np.inf)
     for value in x:
         best = max(best, value)
@@ -78,7 +78,7 @@ def penalize(
     presence: np.ndarray,
     frequency: np.ndarray,
 ) -> None:
-    """Do what sampling.penalize_reference_ does, to the tokens of the history alone."""
+    """Compute sampling.penalize_reference_, visiting only the tokens of the history."""
     run(
         pieces,
         *bind(_penalize, (logits, which, history, prompt_lengths, lengths, repetition, presence, frequency)),
@@ -120,7 +120,7 @@ def _penalize(
 
 @njit(nogil=True, cache=True)
 def keep_likeliest(pieces: int, logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> None:
-    """Write -inf to all that min_p, then top_k (0: all), then top_p leave out; of equals, the first ids stay."""
+    """Write -inf to the tokens that min_p, top_k (0: all) or top_p drops; of equal logits the lowest ids are kept."""
     run(pieces, *bind(_keep_likeliest, (logits, top_k, top_p, min_p)))
 
 
@@ -152,7 +152,7 @@ def _keep_likeliest(
 
 @njit(nogil=True)
 def _gather(x: np.ndarray, values: np.ndarray) -> int:
-    """Collect what is above -inf; how many there are."""
+    """Copy the values above -inf and return their number."""
     count = 0
     for value in x:
         if value > -np.inf:
@@ -163,9 +163,9 @@ def _gather(x: np.ndarray, values: np.ndarray) -> int:
 
 @njit(nogil=True)
 def _find_cut(values: np.ndarray, weights: np.ndarray, count: int, goal: float) -> tuple[Any, int]:
-    """Find the value at which the highest values together reach a weight, and how many that have it are needed.
+    """Find the value at which the summed weight of the highest values reaches `goal`, and how many equal ones to keep.
 
-    As quicksort does, but only in the part where the value lies: the time is in proportion to the count.
+    Quickselect: partition as in quicksort, then continue in one part only, in linear time.
     """
     first, end, above = 0, count, 0.0
     while True:
@@ -207,7 +207,7 @@ def _median(a: Any, b: Any, c: Any) -> Any:
 
 @njit(nogil=True)
 def _cut(x: np.ndarray, lowest: Any, needed: int) -> None:
-    """Write -inf to all below `lowest`, and to those equal to it behind the first that are needed."""
+    """Write -inf to all values below `lowest`, and to those equal to it after the first `needed`."""
     for i in range(x.size):
         if x[i] == lowest and needed > 0:
             needed -= 1

@@ -1,8 +1,8 @@
-"""Choosing tokens in Triton: one pass over the logits as the model gives them, no copy in float32 and no sort.
+"""Sampling in Triton: one pass over the logits in the model's dtype, without a float32 copy and without a sort.
 
-Each row of logits is shared among a few programs, which find the best token of their part; a second, tiny kernel finds
-the best of those. What top_k, top_p and min_p leave out is told by one number a row, found by halving: the lowest logit
-that stays, and among the tokens that have exactly this logit the last id that stays. That is what a stable sort keeps.
+Each row of logits is divided among a few programs, which find the best token of their part; a second, tiny kernel finds
+the best of the parts. The filters (top_k, top_p, min_p) are reduced to two numbers per row, found by bisection: the
+lowest logit that is kept, and the last kept id among the tokens with exactly this logit, as a stable sort would keep.
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ import triton.language as tl
 
 from chairlift.ops.filters import NOTHING, Filters
 
-_PROGRAMS = 512  # that share a batch of rows, about: a few for each of a GPU's processors; no row has more
-_TILE = 2048  # logits that a program looks at together
+_PROGRAMS = 512  # about, per batch: a few per multiprocessor; also the most per row
+_TILE = 2048  # logits per iteration of a program
 _NOTHING = tl.constexpr(NOTHING)
-_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # bits of float32 that the narrower ones do not use
+_SHIFTS = {
+    torch.float32: 0,
+    torch.float16: 13,
+    torch.bfloat16: 16,
+}  # low bits of float32 that are 0 in the narrower dtypes
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The id of each row's highest logit, the first of equals; NOTHING where no logit is above -inf."""
+    """Return the id of each row's highest logit, the first of equal ones; NOTHING if no logit is above -inf."""
     return _search(logits, None, None, None)
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, filters: Filters | None) -> torch.Tensor:
-    """A token of each row, drawn at its temperature from what its filters leave; at temperature 0 the likeliest."""
+    """Sample a token per row at its temperature, after its filters; at temperature 0 take the likeliest."""
     return _search(logits, temperature, keys, None if filters is None else cutoffs(logits, temperature, *filters))
 
 
 def cutoffs(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest logit that stays in each row, as a number that orders logits (`_order`), and the last such id."""
+    """Return the lowest kept logit of each row as its `_order`, and the last kept id with that logit."""
     rows, vocabulary = logits.shape
     lowest = torch.empty(rows, dtype=torch.int32, device=logits.device)
     last = torch.empty_like(lowest)
@@ -53,7 +57,7 @@ def _search(
     tiles = triton.cdiv(vocabulary, _TILE)
     parts = min(tiles, triton.cdiv(_PROGRAMS, rows))
     span = triton.cdiv(tiles, parts) * _TILE
-    parts = triton.cdiv(vocabulary, span)  # none is empty
+    parts = triton.cdiv(vocabulary, span)  # so that no part is empty
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     lowest, last = cut if cut is not None else (ids, ids)
@@ -74,7 +78,7 @@ def _best_of_part(
     logits_at, stride, vocabulary, span, temperature_at, keys_at, lowest_at, last_at, values_at, ids_at,
     DRAWN: tl.constexpr, CUT: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one part of one row; each lane keeps its own best, and of equals the first."""
+    """Find the best token of one part of a row; each lane keeps its own best, and the first of equal ones."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = part * span
     temperature = 0.0
@@ -90,7 +94,7 @@ def _best_of_part(
         token = start + tl.arange(0, TILE)
         x = tl.load(logits_at + row * stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
         value = x
-        if DRAWN:  # noqa: SIM102  # known when it is compiled, the other only when it runs
+        if DRAWN:  # noqa: SIM102  # DRAWN is a compile-time constant, temperature is not
             if temperature > 0:
                 value = tl.div_rn(x, temperature) + _gumbel(token, key, other_key)
                 if CUT:
@@ -108,7 +112,7 @@ def _best_of_part(
 
 @triton.jit(do_not_specialize=["parts"])
 def _best_of_all(values_at, ids_at, tokens_at, parts, WIDTH: tl.constexpr):
-    """The best of a row's parts, and of equals the first."""
+    """Find the best of a row's parts, the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     values = tl.load(values_at + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -118,7 +122,7 @@ def _best_of_all(values_at, ids_at, tokens_at, parts, WIDTH: tl.constexpr):
 
 @triton.jit
 def _gumbel(token, key, other_key):
-    """The noise of sampling.gumbel: sampling.uniform_reference in 32-bit arithmetic, and two logarithms."""
+    """Return the noise of sampling.gumbel: sampling.uniform_reference in 32-bit arithmetic, and two logarithms."""
     x = token.to(tl.uint32) * 0x9E3779B9
     x = x ^ key
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -131,8 +135,8 @@ def _gumbel(token, key, other_key):
 
 @triton.jit
 def _order(x, SHIFT: tl.constexpr):
-    """A whole number that is larger for larger x and equal for equal x; neighbours in x's own dtype differ by 1."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # there are two zeros, which are equal
+    """Map x to an integer with the same order; neighbours in x's original dtype differ by 1."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
@@ -141,7 +145,7 @@ def _cut(
     logits_at, stride, vocabulary, temperature_at, top_k_at, top_p_at, min_p_at, lowest_at, last_at,
     SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What min_p, then top_k, then top_p leave of a row: all above `lowest`, and those equal to it up to id `last`."""
+    """Apply min_p, top_k and top_p to a row: they keep logits above `lowest`, and equal ones up to id `last`."""
     row = tl.program_id(0).to(tl.int64)
     at = logits_at + row * stride
     temperature = tl.load(temperature_at + row)
@@ -154,7 +158,7 @@ def _cut(
             if _count(at, vocabulary, lowest, vocabulary, SHIFT, TILE) > top_k:
                 low = lowest.to(tl.int64)
                 up = high
-                while low < up:  # the highest logit that at least top_k tokens reach
+                while low < up:  # find the highest logit that at least top_k tokens reach
                     middle = (low + up + 1) >> 1
                     if _count(at, vocabulary, middle.to(tl.int32), vocabulary, SHIFT, TILE) >= top_k:
                         low = middle
@@ -168,9 +172,9 @@ def _cut(
             goal = top_p * _mass(at, vocabulary, lowest, last, temperature, peak, SHIFT, TILE)
             low = lowest.to(tl.int64)
             up = high
-            while low < up:  # the lowest logit with less than the goal above it
+            while low < up:  # find the lowest logit with less than the goal above it
                 middle = (low + up) >> 1
-                # Equals of the first bound count up to `last`, but they are never above another.
+                # Tokens equal to the bound of top_k count up to `last`, but none of them is above another.
                 if _mass(at, vocabulary, middle.to(tl.int32), -1, temperature, peak, SHIFT, TILE) < goal:
                     up = middle
                 else:
@@ -190,7 +194,7 @@ def _cut(
 
 @triton.jit
 def _range(at, vocabulary, temperature, min_p, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """The highest logit, and the order of the lowest one that min_p leaves."""
+    """Return the highest logit, and the order of the lowest one that min_p keeps."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     for start in range(0, vocabulary, TILE):
         best = tl.maximum(best, _tile(at, start, vocabulary, TILE))
@@ -206,7 +210,7 @@ def _range(at, vocabulary, temperature, min_p, SHIFT: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _count(at, vocabulary, lowest, last, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """How many are above `lowest`, or equal to it with an id up to `last`."""
+    """Count the tokens above `lowest`, or equal to it with an id up to `last`."""
     found = tl.zeros([TILE], tl.int32)
     for start in range(0, vocabulary, TILE):
         order = _order(_tile(at, start, vocabulary, TILE), SHIFT)
@@ -217,7 +221,7 @@ def _count(at, vocabulary, lowest, last, SHIFT: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def _mass(at, vocabulary, lowest, last, temperature, peak, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """The sum of exp(logit / temperature - peak) of the same."""
+    """Sum exp(logit / temperature - peak) over the tokens that _count counts."""
     found = tl.zeros([TILE], tl.float32)
     for start in range(0, vocabulary, TILE):
         x = _tile(at, start, vocabulary, TILE)
@@ -230,7 +234,7 @@ def _mass(at, vocabulary, lowest, last, temperature, peak, SHIFT: tl.constexpr, 
 
 @triton.jit
 def _last_equal(at, vocabulary, lowest, taken, last, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """The id of the last of `taken` tokens that have exactly this logit, or `last` where no more of them have it."""
+    """Return the id of the last of the first `taken` tokens with exactly this logit, or `last` if there are no more."""
     above = _count(at, vocabulary, lowest, -1, SHIFT, TILE)
     up = last
     low = tl.where(_count(at, vocabulary, lowest, last, SHIFT, TILE) - above > taken, 0, last)

@@ -1,9 +1,9 @@
-"""Linear layers of few rows in Triton, with the norm before and all that follows in the same kernel.
+"""Linear layers of few rows in Triton, with norm, bias, gate and residual in the same kernel.
 
-With few rows a layer takes as long as its weight takes to arrive from memory, and what helps is to ask for it early and
-for much of it at once. So each program owns some lines of the weight, and asks for them before it waits for the kernel
-that makes its input: see early_cuda. The norm needs no pass of its own, as its scale is one number for a whole row:
-every program finds it while it reads the input, and multiplies its results by it.
+With few rows a layer takes as long as reading its weight from memory, so loads should start early and be many. Each
+program loads some lines (rows) of the weight, and starts to do so before it waits for the kernel that computes its
+input: see early_cuda. The norm needs no pass of its own, since its scale is one number per row: every program computes
+it while reading the input, and multiplies its results by it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from chairlift.ops import fused_cuda
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.fused_cuda import gated
 
-FEW = 16  # the most rows that these kernels take
-_MANY = 8192  # lines of a weight from which on cuBLAS is as fast, but for a single row
-_LONGEST = 3072  # numbers of a row of the weight that a program of one row holds at once
-_DEEP = {"COLUMNS": 4, "DEPTH": 2048, "num_warps": 4}  # what it takes of very long rows
+FEW = 16  # most rows that these kernels take
+_MANY = 8192  # lines of a weight from which cuBLAS is as fast, except for a single row
+_LONGEST = 3072  # elements of a line that a program of _one loads at once
+_DEEP = {"COLUMNS": 4, "DEPTH": 2048, "num_warps": 4}  # per iteration, for longer lines
 
 
-def pays(rows: int, lines: int) -> bool:
-    """Whether a layer of so many rows is faster here than with cuBLAS."""
+def is_faster(rows: int, lines: int) -> bool:
+    """Whether these kernels are faster than cuBLAS for a layer of `rows` rows and `lines` outputs."""
     return rows == 1 or (1 < rows <= FEW and lines < _MANY)
 
 
@@ -38,11 +38,11 @@ def linear(
     gate: tuple[float, float] | None,
     add_to: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What linear_reference gives, for at most FEW rows on a CUDA device; weight.Gate has the numbers of a gate."""
+    """Compute linear_reference for at most FEW rows on a CUDA device; `gate` is linear and cubic of weight.Gate."""
     (rows, depth), lines = x.shape, weight.shape[0]
     assert rows <= FEW and weight.is_contiguous()
     if norm_weight is not None and rows > 1 and x.dtype == torch.float16:
-        # Times the norm's weight but not yet its scale, a number may be too large for float16.
+        # An input times the norm's weight, before its scale, may overflow float16.
         x, norm_weight = fused_cuda.rms_norm(x, norm_weight, eps), None
     is_gated = gate is not None
     linear, cubic = gate or (0.0, 0.0)
@@ -61,9 +61,9 @@ def linear(
 
 
 def shape_for(rows: int, lines: int, depth: int, is_gated: bool, is_wide: bool) -> dict[str, Any]:
-    """How much of a weight [lines, depth] a program takes: COLUMNS lines, DEPTH numbers of each at a time.
+    """Return the tile of a weight [lines, depth]: COLUMNS lines per program, DEPTH elements of each per iteration.
 
-    The same for any number of rows above one. Of float32 (`is_wide`), half as much.
+    The tile is the same for any number of rows above one. Float32 (`is_wide`) has half of it.
     """
     if rows == 1:
         if depth <= _LONGEST:
@@ -88,7 +88,7 @@ def _one(
     BIASED: tl.constexpr, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, ADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row times COLUMNS lines of the weight."""
+    """Multiply one row by COLUMNS lines of the weight."""
     lines = _lines(width, COLUMNS, GATED)
     k = tl.arange(0, DEPTH)
     at = weight_at + lines[:, None] * K + k[None, :]
@@ -127,8 +127,8 @@ def _multiply(
 
 @triton.jit
 def _widened(tile, EARLY: tl.constexpr):
-    """Float32 numbers, made where this stands: the compiler would do it sooner, and wait for the weight before it has
-    even asked for the input."""
+    """Convert to float32 at this point of the program: the compiler would move the conversion up, and so wait for the
+    weight before it has issued the load of the input."""
     if EARLY and tile.dtype == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -150,20 +150,22 @@ def _few(
     EVEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, LINEAR: tl.constexpr,
     CUBIC: tl.constexpr, ADDED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows times COLUMNS lines of the weight, on the matrix units.
+    """Multiply ROWS rows by COLUMNS lines of the weight, on tensor cores.
 
-    The warps share K and not the columns, of which there are too few: each multiplies DEPTH of a step's SPLIT * DEPTH.
+    Warps divide K, not the columns, which are too few: each multiplies DEPTH of an iteration's SPLIT * DEPTH.
     """
     lines = _lines(width, COLUMNS, GATED)
     bias = _bias(bias_at, lines, BIASED)
     k = (tl.arange(0, SPLIT) * DEPTH)[:, None, None] + tl.arange(0, DEPTH)[None, None, :]
     at = weight_at + lines[None, :, None] * K + k
-    IS_WHOLE: tl.constexpr = K <= SPLIT * DEPTH  # in one step, so all of the weight can be here before the input is
+    IS_WHOLE: tl.constexpr = (
+        K <= SPLIT * DEPTH
+    )  # one iteration, so that the whole weight tile can be loaded before the input is ready
     if IS_WHOLE:
         tile = _load(at, k, K, EVEN)
         scale = _load(norm_at + k, k, K, EVEN) if NORMED else 0.0
     elif EARLY and AHEAD > 0:
-        # Loads of a pipelined loop cannot be moved to before the wait; what they load then comes from the cache.
+        # Loads of a pipelined loop cannot move before the wait: prefetch, so that they hit the cache.
         _prefetch(weight_at, lines, K, AHEAD)
     wait(EARLY)
     row = tl.arange(0, ROWS)
@@ -199,9 +201,9 @@ def _multiply_few(sums, squares, tile, scale, x, NORMED: tl.constexpr):
 
 @triton.jit
 def _lines(width, COLUMNS: tl.constexpr, GATED: tl.constexpr):
-    """The lines of the weight that are this program's: gates and ups in turn where it is gated.
+    """Return this program's lines of the weight; gate and up lines alternate if it is gated.
 
-    Beyond the last, the last again: to read it twice is cheaper than to ask at every load.
+    Lines beyond the last are clamped to it: reading it twice is cheaper than a mask on every load.
     """
     line = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     return tl.minimum(line // 2, width - 1) + line % 2 * width if GATED else tl.minimum(line, width - 1)
@@ -219,8 +221,8 @@ def _bias(bias_at, lines, BIASED: tl.constexpr):
 
 @triton.jit
 def _prefetch(at, lines, K: tl.constexpr, AHEAD: tl.constexpr):
-    """Bring the first AHEAD numbers of some lines to the second-level cache."""
-    SIZE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # numbers in a line of that cache
+    """Prefetch the first AHEAD elements of some lines to the L2 cache."""
+    SIZE: tl.constexpr = 1024 // at.dtype.element_ty.primitive_bitwidth  # elements in a cache line
     k = tl.arange(0, triton.next_power_of_2(triton.cdiv(min(K, AHEAD), SIZE))) * SIZE
     place = at + lines[:, None] * K + tl.minimum(k, K - 1)[None, :]
     tl.inline_asm_elementwise(
@@ -230,7 +232,7 @@ def _prefetch(at, lines, K: tl.constexpr, AHEAD: tl.constexpr):
 
 @triton.jit
 def _places(out_at, row, rows, width, out_stride, COLUMNS: tl.constexpr, GATED: tl.constexpr):
-    """Where a program's results go, and which of them there are."""
+    """Return the addresses of a program's results, and the mask of valid ones."""
     COUNT: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     return out_at + row[:, None] * out_stride + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
@@ -238,7 +240,7 @@ def _places(out_at, row, rows, width, out_stride, COLUMNS: tl.constexpr, GATED: 
 
 @triton.jit
 def _residual(to, inside, ADDED: tl.constexpr):
-    """What the results are added to, asked for long before it is needed."""
+    """Load the residual, long before it is added."""
     return tl.load(to, mask=inside, other=0.0) if ADDED else tl.zeros(inside.shape, to.dtype.element_ty)
 
 

@@ -1,7 +1,7 @@
-"""The CPU's threads: a parallel region is cut into pieces, one for each thread.
+"""The CPU's threads: a parallel region is cut into pieces, one per thread.
 
-A kernel makes a region with `run(pieces, *bind(function, arguments))`, where the compiled function takes these
-arguments, which piece to compute, and of how many. So how regions are run is decided here alone.
+A kernel runs a region with `run(pieces, *bind(function, arguments))`; the compiled function takes these arguments, the
+number of its piece, and the number of pieces. No other module decides how regions run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# torch's linear algebra and our kernels must share one thread pool, or they fight for the cores: Numba's OpenMP layer
-# finds the OpenMP runtime that torch has already loaded.
+# torch's linear algebra and our kernels must share one thread pool, or they compete for the cores: Numba's OpenMP layer
+# uses the OpenMP runtime that torch has already loaded.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 _i64 = ir.IntType(64)
 
 
 @intrinsic
 def bind(_context: Any, function: Any, given: Any) -> Any:
-    """Of a compiled function of (*given, piece, pieces): its address, and that of what is given to it, for `run`.
+    """Return the addresses of a compiled function of (*given, piece, pieces) and of its arguments `given`, for `run`.
 
-    What is given lies in the caller's frame, and must be the caller's own arguments, so that it outlives the region.
+    `given` is stored in the caller's frame, and must be the caller's own arguments, so that it outlives the region.
     """
     types_given = (*given.types, types.int64, types.int64)
 
@@ -47,7 +47,7 @@ def bind(_context: Any, function: Any, given: Any) -> Any:
 
 @intrinsic
 def _call(_context: Any, bound: Any, args_at: Any, piece: Any, pieces: Any) -> Any:
-    """Call what `bind` has made; kernels raise nothing."""
+    """Call a function from `bind`; kernels do not raise."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = context.call_conv.get_function_type(types.none, (types.int64,) * 3)
@@ -61,6 +61,6 @@ def _call(_context: Any, bound: Any, args_at: Any, piece: Any, pieces: Any) -> A
 
 @njit(nogil=True, parallel=True, cache=True)
 def run(pieces: int, kernel: int, args_at: int) -> None:
-    """Compute all pieces of a region; for calls from compiled functions."""
+    """Run all pieces of a region; for calls from compiled functions."""
     for piece in prange(pieces):
         _call(kernel, args_at, piece, pieces)

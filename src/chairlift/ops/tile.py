@@ -1,8 +1,8 @@
-"""The one micro-kernel of the CPU: C[rows, columns] = A[rows, K] @ B[K, columns] or +=, held in vector registers.
+"""The CPU's micro-kernel: C[rows, columns] = A[rows, K] @ B[K, columns] or +=, held in vector registers.
 
 Linear layers, attention scores and attention outputs are all loops around this tile. It is written as LLVM vector code
-through Numba, so the same source becomes NEON, AVX2 or AVX512. Each element of C is one chain of fused multiply-adds in
-the order of K, whatever the number of rows: a token's result does not depend on what else is in the batch.
+through Numba, so the same source compiles to NEON, AVX2 or AVX512. Each element of C is one chain of fused
+multiply-adds in the order of K, whatever the number of rows: a token's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 
 def _vector_width() -> int:
-    """Floats in the widest vector register of this machine."""
+    """Return the floats in the widest vector register of this machine."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f"):
         return 16
@@ -28,12 +28,12 @@ def _vector_width() -> int:
 
 
 WIDTH = _vector_width()
-# Rows and vectors of the largest tile: as many accumulators as the registers hold beside what feeds them, measured
-# (docs/performance.md). NEON has 32 registers but takes its factors four steps at a time, AVX2 has 16, AVX512 32.
+# Rows and vectors of the largest tile: as many accumulators as fit the registers beside the operands, measured
+# (docs/performance.md). NEON has 32 registers but loads its factors four steps at a time, AVX2 has 16, AVX512 32.
 ROWS, _VECTORS = {4: (6, 3), 8: (6, 2), 16: (6, 4)}[WIDTH]
-PANEL = _VECTORS * WIDTH  # columns of a packed weight that lie together
-# A weight that few rows pass over is read from memory as it is used, and no hardware foresees enough of it: tiles of so
-# many rows ask for what comes that many steps of K later. Larger ones have the time to wait, or nothing to wait for.
+PANEL = _VECTORS * WIDTH  # adjacent columns of a packed weight
+# With few rows the weight is read from memory as it is used, and the hardware prefetches too little of it: tiles of up
+# to _FETCH_ROWS rows prefetch _FETCH_STEPS steps of K ahead. Larger tiles hide the latency, or read from the cache.
 _FETCH_ROWS, _FETCH_STEPS = {4: (4, 8), 8: (6, 32), 16: (6, 32)}[WIDTH]
 _LINE = 16  # floats in a cache line
 BLOCK_COLUMNS = 16  # the attention tile is as wide as a KV block
@@ -43,7 +43,7 @@ _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 def _emit_fetch(builder: Any, address: Any) -> None:
-    """Ask for a cache line before it is needed."""
+    """Emit a prefetch of a cache line."""
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -66,7 +66,7 @@ class _Emitter:
         return value
 
     def start(self, c: Any, places: list[Any], adds: Any) -> list[Any]:
-        """The sums to begin with: what stands in C if `adds`, else zero."""
+        """Return the initial sums: C if `adds`, else zero."""
         builder, before = self.builder, self.builder.block
         zero = ir.Constant(self.vector, None)
         sums = []
@@ -85,10 +85,10 @@ class _Emitter:
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
     def fused(self, a: Any, lda: Any, b: Any, ldb: Any, ahead: Any, k: Any, sums: list[Any], count: int) -> list[Any]:
-        """`count` steps along K from `k`; with `ahead`, each also asks for what lies so far behind its row of B."""
+        """Emit `count` steps along K from `k`; each also prefetches `ahead` floats after its row of B, unless None."""
         builder, sums = self.builder, list(sums)
         starts = [builder.add(builder.mul(lda, _i64(row)), k) for row in range(self.rows)]
-        if count > 1:  # one load brings four steps' factors; the multiply-add picks its lane
+        if count > 1:  # one load has the factors of four steps; the multiply-add selects a lane
             factors = [self.load(a, start, ir.VectorType(_f32, count)) for start in starts]
         for step in range(count):
             at = builder.mul(builder.add(k, _i64(step)), ldb)
@@ -111,7 +111,7 @@ class _Emitter:
     def loop(
         self, k: Any, end: Any, count: int, sums: list[Any], body: Callable[..., list[Any]]
     ) -> tuple[Any, list[Any]]:
-        """`body` as long as `count` more steps fit before `end`."""
+        """Emit a loop of `body` while `count` more steps fit before `end`."""
         builder = self.builder
         before = builder.block
         head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -134,7 +134,7 @@ class _Emitter:
 
 
 def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, fetches: bool = False) -> Any:
-    """The tile of `rows` x `vectors * width` as a function of addresses and leading dimensions, callable from Numba."""
+    """Return the tile of `rows` x `vectors * width` as a function of addresses and leading dimensions, for Numba."""
 
     @intrinsic
     def tile(_context: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, k: Any, adds: Any, ahead: Any) -> Any:
@@ -180,7 +180,7 @@ _b1, _b2, _b3, _b4 = (
 
 @njit(nogil=True)
 def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, adds: int) -> None:
-    """C = A @ B, or += if it adds, up to ROWS rows by one packed panel; addresses in bytes, dimensions in floats."""
+    """Compute C = A @ B, or += if `adds`, for up to ROWS rows and one panel; addresses in bytes, sizes in floats."""
     if rows == 6:
         _p6(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
     elif rows == 5:
@@ -197,9 +197,9 @@ def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, ad
 
 @njit(nogil=True)
 def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, k: int, adds: int, ahead: int) -> None:
-    """C = A @ B, or += if it adds, for any number of rows and 16 columns; addresses in bytes, dimensions in floats.
+    """Compute C = A @ B, or += if `adds`, for any number of rows and 16 columns; addresses in bytes, sizes in floats.
 
-    While it reads B, it has what lies `ahead` floats further fetched: the block that comes next.
+    While it reads B, it prefetches `ahead` floats further: the next block.
     """
     row = 0
     while row + 4 <= rows:
@@ -217,7 +217,7 @@ def block_tile(rows: int, a: int, lda: int, b: int, ldb: int, c: int, ldc: int, 
 
 @intrinsic
 def prefetch(_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address before it is needed."""
+    """Prefetch the cache line at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _emit_fetch(builder, builder.inttoptr(args[0], _f32.as_pointer()))
@@ -237,7 +237,7 @@ def _rint(_context: Any, x: Any) -> Any:
 
 @intrinsic
 def _power_of_two(_context: Any, whole: Any) -> Any:
-    """2**whole by writing the exponent; 0 for -127. As LLVM code, since Numba would widen the integers."""
+    """Return 2**whole by setting the exponent bits; 0 for -127. In LLVM, since Numba would widen the integers."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         exponent = builder.add(builder.fptosi(args[0], _i32), _i32(127))
@@ -253,7 +253,7 @@ _C = tuple(numba.float32(c) for c in (1.0, 0.6931471805599453, 0.240226506959100
 
 @njit(nogil=True, fastmath=True, inline="always")
 def exp(x: float) -> Any:
-    """e**x in float32 to about 1e-7, in a form that LLVM turns into vector code; exactly 0 below -88."""
+    """Return e**x in float32 to about 1e-7, in a form that LLVM vectorizes; exactly 0 below -88."""
     y = min(max(numba.float32(x) * _LOG2E, numba.float32(-127.0)), numba.float32(127.0))
     whole = _rint(y)
     f = y - whole

@@ -1,4 +1,4 @@
-"""Whether Triton is here: it comes with torch's GPU build, and nothing but a GPU needs it."""
+"""Whether Triton is installed: it is part of torch's GPU build, and only GPUs need it."""
 
 from importlib.util import find_spec
 

@@ -1,7 +1,7 @@
-"""Weights: a matrix [out, in] that multiplies, joins, slices and sizes itself. A storage format is one such class.
+"""Weights: a matrix [out, in] that can multiply, concatenate, slice and size itself. A storage format is one class.
 
-`Weight` is the matrix as it was read; `Product` is that matrix on its device together with what a linear layer computes
-around it. A format needs the first; the second has a default that runs anywhere.
+`Weight` is the matrix as loaded; `Product` is the matrix on its device with the norm, bias and gate of its linear
+layer. A format must define a Weight; Product has a default that runs anywhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from chairlift.ops.triton_found import HAS_TRITON
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """An activation g * sigmoid(g * (linear + cubic * g^2)): a form that holds for SiLU and for GELU's tanh version."""
+    """An activation g * sigmoid(g * (linear + cubic * g^2)), which covers SiLU and the tanh version of GELU."""
 
     linear: float = 1.0
     cubic: float = 0.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it in plain torch."""
+        """Apply the activation in plain torch."""
         return F.gelu(x, approximate="tanh") if self.cubic else F.silu(x)
 
 
@@ -36,11 +36,11 @@ GELU_TANH = Gate(1.5957691216057308, 0.07135481282050026)  # 2 * sqrt(2 / pi), a
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What a linear layer computes around its product, where possible in the same kernel."""
+    """The operations that a linear layer fuses with its product, where possible in one kernel."""
 
-    norm: Norm | None = None  # of the input
+    norm: Norm | None = None  # applied to the input
     bias: torch.Tensor | None = None
-    gate: Gate | None = None  # the weight's rows are [gate; up], and the layer gives gate(first half) * second half
+    gate: Gate | None = None  # the weight's rows are [gate; up]; the output is gate(first half) * second half
 
 
 class Weight(ABC):
@@ -49,7 +49,7 @@ class Weight(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """The numbers of outputs and inputs."""
 
     @property
     @abstractmethod
@@ -62,15 +62,15 @@ class Weight(ABC):
 
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self:
-        """Return one weight with the outputs of this and then of the others."""
+        """Concatenate the outputs of this weight and the others."""
 
     @abstractmethod
     def rows(self, first: int, last: int) -> Self:
-        """Return the part with some of the outputs."""
+        """Return outputs first..last."""
 
     @abstractmethod
     def columns(self, first: int, last: int) -> Self:
-        """Return the part with some of the inputs."""
+        """Return inputs first..last."""
 
     def prepare(self, fused: Fused) -> Product:
         """Return the product that a linear layer runs."""
@@ -78,9 +78,9 @@ class Weight(ABC):
 
 
 class Product:
-    """A weight and what is computed around it, one operation after the other."""
+    """A weight with its fused operations, run one after the other."""
 
-    is_compiled = False  # whether it takes and gives NumPy arrays
+    is_compiled = False  # whether it takes and returns NumPy arrays
 
     def __init__(self, weight: Weight, fused: Fused) -> None:
         self.weight = weight
@@ -88,7 +88,7 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it reads."""
+        """Bytes that one call reads."""
         return self.weight.nbytes
 
     def __call__(self, x: Any, add_to: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What all measurements share to tell what they found: numbers, tables and the look of pictures.
+"""Reporting shared by all measurements: numbers, tables and the style of pictures.
 
-A measurement keeps its own summary and its own table beside what it measures; nothing here knows any of them.
+Each measurement defines its own summary and table; nothing here depends on one of them.
 """

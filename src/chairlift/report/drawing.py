@@ -1,4 +1,4 @@
-"""The look of all pictures: colors, titles and names; importing it needs matplotlib."""
+"""The style of all pictures: colors, titles and legends; importing it needs matplotlib."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ LOOK: dict[Any, Any] = {
 
 
 def draw(file: Path, picture: Callable[..., Figure | None], *numbers: Any) -> bool:
-    """Write a picture of some numbers, unless they are not enough for it; the file's ending says in which format."""
+    """Draw a picture of the numbers to a file; return False if they are too few. The suffix sets the format."""
     with matplotlib.rc_context(LOOK):
         figure = picture(*numbers)
         if figure is None:
             return False
-        metadata = {"Date": None} if file.suffix == ".svg" else None  # the same picture is the same file
+        metadata = {"Date": None} if file.suffix == ".svg" else None  # the same numbers give the same bytes
         figure.savefig(file, dpi=100, facecolor="white", metadata=metadata)
     return True
 
 
-def headed(head: str, told: str, height: float, layout: LayoutEngine | None = None) -> Figure:
-    """An empty picture with a title and a line below it."""
+def titled(head: str, subtitle: str, height: float, layout: LayoutEngine | None = None) -> Figure:
+    """Return an empty figure with a title and a subtitle."""
     figure = Figure(figsize=(WIDTH, height), layout=layout)
     figure.text(0.012, 1 - 0.1 / height, head, fontsize=12, va="top")
-    figure.text(0.012, 1 - 0.37 / height, told, fontsize=9, color=FAINT, va="top")
+    figure.text(0.012, 1 - 0.37 / height, subtitle, fontsize=9, color=FAINT, va="top")
     return figure
 
 
-def names(figure: Figure, colored: Mapping[str, str]) -> None:
-    """What each color is, under the title."""
+def legend(figure: Figure, colored: Mapping[str, str]) -> None:
+    """Add a legend of names by color under the title."""
     shown = figure.legend(
         handles=[Patch(color=color, label=name) for name, color in colored.items()],
         loc="upper left",
@@ -70,10 +70,10 @@ def names(figure: Figure, colored: Mapping[str, str]) -> None:
 
 
 def colors(count: int) -> Sequence[str]:
-    """One for each cell."""
+    """Return a color for each of `count` items."""
     return [COLORS[place % len(COLORS)] for place in range(count)]
 
 
 def note(axes: Axes, text: str) -> None:
-    """A fact beside the title."""
+    """Add a note at the right end of the title line."""
     axes.set_title(text, loc="right", fontsize=9, color=FAINT)

@@ -1,4 +1,4 @@
-"""Numbers for a report: percentiles, medians of several runs, and figures in few letters."""
+"""Numbers for a report: percentiles, medians over runs, and short formats."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Metrics = dict[str, float]
 
 
 def machine() -> dict[str, str]:
-    """Where the numbers come from."""
+    """Return the processor, system and Python version, which are recorded with the numbers."""
     return {"processor": platform.machine(), "system": platform.system(), "python": platform.python_version()}
 
 
-def middle(runs: Sequence[Metrics]) -> Metrics:
-    """The median of each number."""
+def medians(runs: Sequence[Metrics]) -> Metrics:
+    """Return the median of each number over the runs."""
     return {key: median(run[key] for run in runs) for key in runs[0]} if runs else {}
 
 
 def spread(values: Sequence[float], *shares: int, prefix: str = "") -> Metrics:
-    """The mean, and what `shares` percent of the values do not exceed; nothing of no values.
+    """Return the mean and the percentiles `shares` of the values; empty for no values.
 
     >>> spread([1, 2, 3], 50, prefix="ttft_")
     {'ttft_mean': 2.0, 'ttft_p50': 2.0}
@@ -32,7 +32,7 @@ def spread(values: Sequence[float], *shares: int, prefix: str = "") -> Metrics:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two answers of one length have in common before they part.
+    """Return the length of the common prefix of two answers of equal length.
 
     >>> common_length([1, 2, 3], [1, 2, 4])
     2
@@ -41,7 +41,7 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` percent are not above, between neighbours by straight line.
+    """Return a percentile, with linear interpolation.
 
     >>> percentile([1, 2, 3, 4, 5], 50), percentile([0, 10], 99)
     (3.0, 9.9)
@@ -54,7 +54,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def scaled(value: float, unit: str) -> str:
-    """A figure of three digits with the prefix that suits it.
+    """Format a value with three digits and an SI prefix.
 
     >>> scaled(4.2371e12, "B/s"), scaled(0.0000051, "s"), scaled(31e9, "B/s")
     ('4.24 TB/s', '5.1 µs', '31 GB/s')
@@ -66,7 +66,7 @@ def scaled(value: float, unit: str) -> str:
 
 
 def rounded(number: float) -> str:
-    """A large number in few letters.
+    """Format a large number in thousands or millions.
 
     >>> rounded(935936), rounded(4679680)
     ('936k', '4.7M')

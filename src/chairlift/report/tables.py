@@ -1,4 +1,4 @@
-"""Tables for a reader: labels at the left, numbers at the right."""
+"""Tables for the terminal: labels on the left, numbers on the right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 Cells = Sequence[str | Text]
-Columns = Sequence[tuple[str, str, str]]  # of each: a number's name, its label, how it is written
+Columns = Sequence[tuple[str, str, str]]  # key of the number, label, format string
 
 
 def table(
@@ -22,9 +22,9 @@ def table(
     is_centered: bool = False,
     has_header: bool = True,
 ) -> Table:
-    """Rows under their columns, of which the first `labels` hold text; None draws a line between two rows.
+    """Build a table; its first `labels` columns are text, the others numbers; a row None draws a line.
 
-    What a user has named, such as a file or a model, is shown as it is: nothing in it is markup.
+    Cells are plain text, not markup: the name of a model or a file may contain brackets.
     """
     shown = Table(
         title=Text(title) if title else None,
@@ -44,7 +44,7 @@ def table(
     return shown
 
 
-def filled(
+def number_table(
     title: str,
     columns: Columns,
     rows: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
@@ -52,7 +52,7 @@ def filled(
     *,
     is_centered: bool = False,
 ) -> Table:
-    """Numbers by name, each row under its own labels; a column that would be empty is left out."""
+    """Build a table from rows of labels and numbers by key, without the columns that no row has a number for."""
     used = [column for column in columns if any(column[0] in numbers for _, numbers in rows)]
     labels = len(rows[0][0]) if rows else 0
     cells = [

@@ -1,4 +1,4 @@
-"""Simulations: recorded traffic through the core's own parts, without a model and without waiting.
+"""Simulations: recorded traffic through the core, without a model and in no real time.
 
 Nothing here imports torch or reads a clock.
 """

@@ -1,7 +1,7 @@
-"""How well the prefix cache does on a recorded trace, beside other rules of eviction and the best one there can be.
+"""The prefix cache's hit rate on a recorded trace, beside other eviction rules and the optimal one.
 
-The cache alone is simulated: requests come in the order of the trace, each finds the longest prefix of its blocks that
-is cached, adds the others, and lets all go before the next one comes. There are no service times and no answers.
+Only the cache is simulated: requests run in the order of the trace; each matches the longest cached prefix of its
+blocks, inserts the others, and releases all before the next request. There are no service times and no answers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.words import counted
 from chairlift.report.numbers import rounded
 from chairlift.report.tables import table
-from chairlift.simulation.eviction import RIVALS, Clairvoyant, Eviction
+from chairlift.simulation.eviction import RULES, Clairvoyant, Eviction
 from chairlift.traffic.traces import BLOCK_TOKENS, read_trace, with_blocks
 
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)  # of a trace's distinct blocks that a cache has room for
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)  # cache sizes, as shares of a trace's distinct blocks
 OURS = "LRU"
-_TELL = 256  # requests between two signs of progress
+_TELL = 256  # requests between progress updates
 _FORMAT = 'each line must be as {"timestamp": 0, "hash_ids": [0, 1, 2]}, one id for each block of the prompt'
 
 Advance = Callable[[int], None]
@@ -33,26 +33,26 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival, each the path of its blocks in the tree of all prefixes."""
+    """Requests in order of arrival, each as the path of its blocks in the tree of all prefixes."""
 
     name: str
     paths: list[list[int]]
-    distinct: int  # blocks are numbered from 0 to here
+    distinct: int  # number of distinct blocks; block ids are below it
 
     @property
     def blocks(self) -> int:
-        """Blocks of all requests."""
+        """The total of all requests' blocks."""
         return sum(map(len, self.paths))
 
     @property
     def longest(self) -> int:
-        """Blocks of the longest request."""
+        """The blocks of the longest request."""
         return max(map(len, self.paths))
 
 
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """How many blocks were found in a cache of one size."""
+    """Hits, in blocks, of each rule in a cache of one size."""
 
     size: int
     optimum: int
@@ -60,7 +60,7 @@ class SizeRow:
 
 
 def make_trace(name: str, requests: Iterable[Sequence[int]]) -> Trace:
-    """Number the blocks by the way that leads to them, so that equal numbers are equal prefixes.
+    """Number the blocks by their path from the root, so that equal numbers mean equal prefixes.
 
     >>> make_trace("two chats", [[7, 8], [9, 8]]).paths
     [[0, 1], [2, 3]]
@@ -84,18 +84,18 @@ def read_paths(file: Path) -> Trace:
 
 
 def sizes_of(trace: Trace, shares: Sequence[float] = SHARES) -> list[int]:
-    """Cache sizes in blocks, each large enough for the longest request."""
+    """Return cache sizes in blocks, each large enough for the longest request."""
     return sorted({max(trace.longest, round(share * trace.distinct)) for share in shares})
 
 
 def run(trace: Trace, sizes: Sequence[int], notice: Callable[[str], None], advance: Advance) -> list[SizeRow]:
-    """The hits of every rule and of the optimum in each size; `advance` hears `work(trace, sizes)` requests."""
+    """Return the hits of every rule and of the optimum in each size; `advance` counts up to `work(trace, sizes)`."""
     rows = []
     for size in sizes:
         hits = {}
         notice(f"{counted(size, 'block')}, {OURS}")
         hits[OURS] = engine_hits(trace, size, advance)
-        for name, rule in RIVALS.items():
+        for name, rule in RULES.items():
             notice(f"{counted(size, 'block')}, {name}")
             hits[name] = hits_of(trace, size, rule(size), advance)
         notice(f"{counted(size, 'block')}, the optimum")
@@ -104,28 +104,28 @@ def run(trace: Trace, sizes: Sequence[int], notice: Callable[[str], None], advan
 
 
 def work(trace: Trace, sizes: Sequence[int]) -> int:
-    """Requests that `run` goes through."""
-    return len(trace.paths) * len(sizes) * (len(RIVALS) + 2)
+    """Return the number of requests that `run` simulates."""
+    return len(trace.paths) * len(sizes) * (len(RULES) + 2)
 
 
 def infinite(trace: Trace) -> int:
-    """Hits of a cache without a limit: every block that has come before."""
+    """Return the hits of an unlimited cache: all repeated blocks."""
     return trace.blocks - trace.distinct
 
 
 def optimum(trace: Trace, size: int, advance: Advance = lambda _: None) -> int:
-    """Hits of the best choices there are, made with all that follows in sight (Belady).
+    """Return the hits of optimal eviction, which knows all later requests (Belady).
 
-    A request must have all its blocks at once; which of the others to give up decides the hits to come. The one whose
-    next use is farthest ahead is never the wrong one, as in any cache of equal pages: choices that keep it and give up
-    another can be changed to keep that other, and miss no more. A parent's next use is never later than its child's, so
-    this is a leaf, and the best rule that may take any block is also the best that may take only leaves.
+    A request needs all its blocks at once; which other blocks are evicted decides the later hits. Evicting the block
+    with the farthest next use is optimal, as in any cache of equal pages: choices that keep it and evict another block
+    can be changed to keep that block, and miss no more. A parent's next use is never later than its child's, so this
+    block is a leaf, and the best rule that may evict any block is also the best that may evict only leaves.
     """
     return hits_of(trace, size, Clairvoyant(_next_uses(trace)), advance)
 
 
 def _next_uses(trace: Trace) -> list[list[float]]:
-    """For each block of each request, the number of the next request with it."""
+    """Return, for each block of each request, the number of the next request with that block."""
     following: list[float] = [inf] * trace.distinct
     found: list[list[float]] = []
     for number in range(len(trace.paths) - 1, -1, -1):
@@ -137,7 +137,7 @@ def _next_uses(trace: Trace) -> list[list[float]]:
 
 
 def hits_of(trace: Trace, size: int, rule: Eviction, advance: Advance = lambda _: None) -> int:
-    """Blocks found in a cache of `size` under a rule of eviction."""
+    """Return the hits in a cache of `size` blocks under an eviction rule."""
     is_cached = bytearray(trace.distinct)
     room, hits = size, 0
     for number, path in enumerate(trace.paths, 1):
@@ -162,7 +162,7 @@ def hits_of(trace: Trace, size: int, rule: Eviction, advance: Advance = lambda _
 
 
 def engine_hits(trace: Trace, size: int, advance: Advance = lambda _: None) -> int:
-    """The same of the engine's own cache: a block of the trace is one of a single token there."""
+    """Return the hits of the engine's own prefix cache, with each block of the trace as a block of one token."""
     pool = BlockPool(size, block_size=1)
     cache = PrefixCache(pool)
     hits = 0
@@ -177,7 +177,7 @@ def engine_hits(trace: Trace, size: int, advance: Advance = lambda _: None) -> i
         node = found[-1] if found else cache.root("")
         for place in range(len(found), len(path)):
             kept = cache.insert(node, key[4 * place : 4 * place + 4], table.blocks[place])
-            assert kept is not None, "it was not found, so nobody has kept it"
+            assert kept is not None, "the block was not found, so it is not in the cache"
             node = kept
         pool.release(table)
         if number % _TELL == 0:
@@ -186,11 +186,11 @@ def engine_hits(trace: Trace, size: int, advance: Advance = lambda _: None) -> i
     return hits
 
 
-# ---- what was found
+# ---- results
 
 
 def summarize(trace: Trace, rows: Sequence[SizeRow]) -> dict[str, Any]:
-    """All numbers; hits are blocks."""
+    """Return all numbers; hits are blocks."""
     return {
         "name": trace.name,
         "requests": len(trace.paths),
@@ -203,7 +203,7 @@ def summarize(trace: Trace, rows: Sequence[SizeRow]) -> dict[str, Any]:
 
 
 def trace_table(trace: dict[str, Any]) -> Table:
-    """A row for each rule of eviction, a column for each size: the share of blocks found, and of the gap closed."""
+    """Return the table: a row per eviction rule, a column per size: hit rate, share of the optimum, gap closed."""
     most, blocks, sizes = trace["infinite"], trace["blocks"], trace["sizes"]
     columns = [
         f"{counted(row['size'], 'block')}\n{rounded(row['size'] * trace['block_tokens'])} tokens, "
@@ -220,8 +220,8 @@ def trace_table(trace: dict[str, Any]) -> Table:
             None,
             ("optimum", *best),
         ],
-        "blocks found, of all that were asked for; of what the optimum finds; of the gap from LRU to it, closed\n"
-        f"a cache without a limit finds {most / max(1, blocks):.1%}; requests come one after the other",
+        "hits, as a share of all blocks; of the optimum's hits; of the gap between LRU and the optimum\n"
+        f"an unlimited cache hits {most / max(1, blocks):.1%}; requests run one after the other",
     )
 
 

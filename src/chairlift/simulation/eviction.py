@@ -1,9 +1,9 @@
-"""Which cached block goes first: the engine's rule and its rivals, behind the calls that a block pool would make.
+"""Eviction rules: the engine's (LRU) and others, behind the calls that a block pool would make.
 
-All of them must evict leaves: a block is of no use without those before it. Each does so without a search, because a
-block's prefix is used whenever the block is. Whatever only rises with each use, such as the time of the last one or the
-number of them, is never lower for a parent than for its child; among equals, the one let go first, which is the deeper,
-goes first. Queues in the order of arrival (FIFO, CLOCK, S3-FIFO) cannot be used like this: parents arrive first.
+All rules must evict leaves, since a block is useless without its prefix. They need no search for leaves, because every
+use of a block is a use of its prefix: a rank that only rises with each use, such as the time of the last use or the
+number of uses, is never lower for a parent than for its child; of equal ranks the block released first, which is the
+deeper one, is evicted first. Queues in order of arrival (FIFO, CLOCK, S3-FIFO) do not work: parents arrive first.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from heapq import heapify, heappop, heappush
 from math import exp, inf, log2
 from typing import Protocol
 
-_REMEMBERED = 8  # evicted blocks whose uses are remembered, for each block of the cache
-_PULL = 8.0  # by how much the usual gap can grow, as a power of e, while as many blocks are used as the cache has
-_STALE = 1000  # entries of a heap that may be out of date beside as many as are not
+_REMEMBERED = 8  # evicted blocks with a remembered history, per block of the cache
+_PULL = 8.0  # largest growth of the usual gap, as a power of e, while as many blocks are used as the cache has
+_STALE = 1000  # outdated heap entries allowed, beyond as many as there are valid ones
 
 
 class Eviction(Protocol):
-    """What a block pool says to the rule that chooses, and the one thing it asks."""
+    """An eviction rule, as a block pool would call it."""
 
     def keep(self, block: int, content: int) -> None:
-        """A block was filled; `content` stands for its tokens and all before them. (`BlockPool.keep`)"""
+        """Note a filled block; `content` identifies its tokens and all earlier ones. (`BlockPool.keep`)"""
 
     def use(self, blocks: Sequence[int]) -> None:
-        """A table lets these go, a path from the root; others may hold them still. (`BlockPool.release`)"""
+        """Note a use of a path from the root, when its table is released. (`BlockPool.release`)"""
 
     def add(self, block: int) -> None:
-        """Nobody holds it any more; children come before their parents. (`BlockPool.release`)"""
+        """Make a block evictable, now unreferenced; children are added before their parents. (`BlockPool.release`)"""
 
     def remove(self, block: int) -> None:
-        """Somebody holds it again, or it is forgotten. (`BlockPool.share`, `BlockPool.forget`)"""
+        """Make a block not evictable: referenced again, or dropped. (`BlockPool.share`, `BlockPool.forget`)"""
 
     def pop(self) -> int:
-        """Choose one that nobody holds, a leaf, and give it up. (`BlockPool.grow`)"""
+        """Evict and return an unreferenced leaf. (`BlockPool.grow`)"""
 
 
 class LRU:
-    """The one let go longest ago: what the engine does."""
+    """Evicts the least recently released block, as the engine does."""
 
     def __init__(self, size: int) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()
 
     def keep(self, block: int, content: int) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def use(self, blocks: Sequence[int]) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def add(self, block: int) -> None:
         self._queue[block] = None
@@ -62,7 +62,7 @@ class LRU:
 
 
 class Segmented(LRU):
-    """Two such queues (SLRU): a hit moves a block to the second, up to a quarter of all; its oldest fall back."""
+    """Two LRU queues (SLRU): a hit moves a block to the protected one, a quarter of the cache; its oldest move back."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -90,18 +90,18 @@ class Segmented(LRU):
 
 
 class Ranked(ABC):
-    """The one of the lowest rank, in O(log n); a rank never falls, nor is it lower than that of a block behind it."""
+    """Evicts the block with the lowest rank, in O(log n); ranks never fall, and no child's is above its parent's."""
 
     def __init__(self, size: int) -> None:
         self._time = 0  # requests so far
         self._rank: dict[int, float] = {}
-        self._idle: dict[int, tuple[float, int, int]] = {}  # by block: its rank, when it was let go, itself
-        self._heap: list[tuple[float, int, int]] = []  # all of those, and some that are out of date
+        self._idle: dict[int, tuple[float, int, int]] = {}  # by block: rank, release order, block
+        self._heap: list[tuple[float, int, int]] = []  # all of _idle, and outdated entries
         self._moves = 0
 
     @abstractmethod
     def use(self, blocks: Sequence[int]) -> None:
-        """Give them their ranks."""
+        """Update the ranks of a path."""
 
     def keep(self, block: int, content: int) -> None:
         self._rank[block] = -inf
@@ -126,16 +126,16 @@ class Ranked(ABC):
 
 
 class Counted(Ranked):
-    """A rank that depends on how often a block was used, and when before.
+    """Ranks by the number of uses and the time of the previous use.
 
-    Uses from before an eviction count, too: of blocks that went, it remembers eight for each block of the cache.
+    Uses before an eviction count too: for each block of the cache, the history of eight evicted ones is remembered.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self._past: dict[int, tuple[int, int]] = {}  # by block: how often it was used, when last
+        self._past: dict[int, tuple[int, int]] = {}  # by block: number of uses, time of the last
         self._content: dict[int, int] = {}
-        self._gone: OrderedDict[int, tuple[int, int]] = OrderedDict()  # the past of evicted ones, by content
+        self._gone: OrderedDict[int, tuple[int, int]] = OrderedDict()  # history of evicted blocks, by content
         self._most_gone = _REMEMBERED * size
 
     def keep(self, block: int, content: int) -> None:
@@ -160,18 +160,18 @@ class Counted(Ranked):
 
     @abstractmethod
     def worth(self, uses: int, before: int) -> float:
-        """The rank of a block used so often, and before this use then, at least."""
+        """Return the least rank of a block with this many uses, the one before last at time `before`."""
 
 
 class LRU2(Counted):
-    """The one whose last use but one is longest ago; those used once go before all others."""
+    """Evicts the block with the oldest last use but one; blocks used once go first."""
 
     def worth(self, uses: int, before: int) -> float:
         return before if uses > 1 else self._time - 1e9
 
 
 class AgedLFU(Counted):
-    """The one used least, counted from the last evicted's rank on, so that old fame fades (LFU, dynamic aging)."""
+    """Evicts the least used block, counting from the last eviction's rank, so that old uses fade (dynamic aging)."""
 
     _level = 0.0
 
@@ -185,7 +185,7 @@ class AgedLFU(Counted):
 
 
 class SmallFirst(AgedLFU):
-    """The same, where a use counts less the more blocks its request had to add (GDSF): long texts seldom return."""
+    """Aged LFU with less weight per use the more blocks its request inserted (GDSF): long texts seldom repeat."""
 
     _weight = 1.0
 
@@ -199,9 +199,9 @@ class SmallFirst(AgedLFU):
 
 
 class UsualGap(Counted):
-    """LRU, but each time its uses double, a block stays as much longer as usually passes between two uses.
+    """LRU, but each doubling of its uses keeps a block longer by the usual time between two uses.
 
-    What is usual is the median, followed as requests come; time is counted in requests.
+    The usual time is a running median; time is counted in requests.
     """
 
     def __init__(self, size: int) -> None:
@@ -212,7 +212,8 @@ class UsualGap(Counted):
     def use(self, blocks: Sequence[int]) -> None:
         edge = self._time + 1 - self._gap
         past = [self._past[block] for block in blocks]
-        pull = sum(1 if last < edge else -1 for uses, last in past if uses)  # a median has as many above as below
+        # Positive if more gaps are above the median estimate than below.
+        pull = sum(1 if last < edge else -1 for uses, last in past if uses)
         self._gap = max(1.0, self._gap * exp(self._pull * pull))
         super().use(blocks)
 
@@ -221,7 +222,7 @@ class UsualGap(Counted):
 
 
 class Clairvoyant(Ranked):
-    """The one whose next use is farthest ahead: it is told all of them."""
+    """Evicts the block with the farthest next use, from a list of all uses."""
 
     def __init__(self, next_uses: Iterable[Sequence[float]]) -> None:
         super().__init__(0)
@@ -232,7 +233,7 @@ class Clairvoyant(Ranked):
             self._rank[block] = -when
 
 
-RIVALS: dict[str, Callable[[int], Eviction]] = {
+RULES: dict[str, Callable[[int], Eviction]] = {
     "SLRU": Segmented,
     "LRU-2": LRU2,
     "LFU, aged": AgedLFU,

@@ -1,4 +1,4 @@
-"""Arrivals: when each request is sent and what it asks, drawn from a distribution or replayed from a recording."""
+"""Arrivals: the send time and the prompt of each request, drawn from a distribution or replayed from a recording."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from chairlift.traffic.traces import read_trace
 from chairlift.traffic.workloads import GENERIC, Lengths, make
 
 KINDS = ("poisson", "constant", "burst")
-USUAL = Lengths(16, 256, 64)
-REQUESTS = 64  # of a generic workload, where nothing else says how many
-BURSTINESS = 0.25  # gaps that vary twice as much as a Poisson process's
+DEFAULT_LENGTHS = Lengths(16, 256, 64)
+REQUESTS = 64  # default of a generic workload
+BURSTINESS = 0.25  # gaps with twice the standard deviation of a Poisson process
 
 
-def moments(kind: str, rate: float, burstiness: float | None = None, seed: int = 0) -> Iterator[float]:
-    """When requests leave, without end: the first at once, then `rate` per second on average."""
+def send_times(kind: str, rate: float, burstiness: float | None = None, seed: int = 0) -> Iterator[float]:
+    """Return an endless iterator of send times: the first is 0, then `rate` per second on average."""
     if kind not in KINDS:
         raise ChairliftError(f"there are no arrivals {kind!r}: use {', '.join(KINDS)}, or a JSONL or CSV file")
     if not rate > 0:
@@ -29,7 +29,7 @@ def moments(kind: str, rate: float, burstiness: float | None = None, seed: int =
     if burstiness is not None and (kind != "burst" or math.isinf(rate)):
         raise ChairliftError("burstiness shapes the gaps of burst arrivals: add --arrivals burst and a finite --rate")
     if burstiness is not None and not 0 < burstiness < math.inf:
-        raise ChairliftError(f"the burstiness is {burstiness}: use more than 0; 1 is Poisson, less comes in clumps")
+        raise ChairliftError(f"the burstiness is {burstiness}: use more than 0; 1 is Poisson, less is burstier")
     if math.isinf(rate):
         return repeat(0.0)
     if kind == "constant":
@@ -41,34 +41,34 @@ def moments(kind: str, rate: float, burstiness: float | None = None, seed: int =
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked and when, as the command line says it."""
+    """Which requests to send and when, as the command line's flags describe it."""
 
     workload: str = "uniform"
     requests: int | None = None
-    prompt: Lengths = USUAL
-    output: Lengths = USUAL
+    prompt: Lengths = DEFAULT_LENGTHS
+    output: Lengths = DEFAULT_LENGTHS
     seed: int = 0
     arrivals: str = "poisson"
-    rate: float | None = None  # None: all at once, or a recording's own
+    rate: float | None = None  # requests per second; None: all at once, or a recording's own rate
     burstiness: float | None = None
-    duration: float | None = None  # seconds in which requests leave
+    duration: float | None = None  # seconds; requests with a later send time are dropped
     vocab_size: int | None = None
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the requests come from a recording, which has its own lengths and moments."""
+        """Whether the requests are from a recording, which has its own lengths and send times."""
         return self.arrivals not in KINDS and Path(self.arrivals).is_file()
 
-    def moments(self) -> Iterable[float]:
-        """When requests are sent: all at once, unless there is a rate."""
-        times = moments(self.arrivals, math.inf if self.rate is None else self.rate, self.burstiness, self.seed)
+    def send_times(self) -> Iterable[float]:
+        """Return the send times: all 0 unless there is a rate."""
+        times = send_times(self.arrivals, math.inf if self.rate is None else self.rate, self.burstiness, self.seed)
         return takewhile(self._is_in_time, times)
 
     def queries(self) -> list[Query]:
-        """Every request of the run, in the order they are sent; texts stay texts for the server's tokenizer."""
+        """Return all requests of the run, ordered by send time; prompts that are texts are not encoded."""
         if self.is_recorded:
             return self._recorded()
-        times, limit = self.moments(), self.requests
+        times, limit = self.send_times(), self.requests
         if self.workload in GENERIC:
             if limit is None and (self.duration is None or self.rate is None or math.isinf(self.rate)):
                 limit = REQUESTS
@@ -80,7 +80,9 @@ class Demand:
 
     def _recorded(self) -> list[Query]:
         if self.burstiness is not None:
-            raise ChairliftError("burstiness shapes drawn arrivals, and a recording has its own: leave one of them out")
+            raise ChairliftError(
+                "burstiness applies to drawn arrivals, and a recording has its own: leave one of them out"
+            )
         found = at_rate(read_trace(Path(self.arrivals))[: self.requests], self.rate)
         return [each for each in found if self._is_in_time(each.at)]
 
@@ -89,7 +91,7 @@ class Demand:
 
 
 def at_rate(queries: Sequence[Query], rate: float | None) -> list[Query]:
-    """The same, closer together or farther apart, so that `rate` of them leave per second on average."""
+    """Rescale the send times to `rate` requests per second on average."""
     if rate is None or not queries:
         return list(queries)
     if not rate > 0:

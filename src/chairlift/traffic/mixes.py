@@ -1,4 +1,4 @@
-"""Mixes: requests as real traffic has them, each with a length that is not known before its last token has come."""
+"""Mixes: workloads for comparing schedulers, with answer lengths that are known only when an answer ends."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from chairlift.traffic.arrivals import Demand
 from chairlift.traffic.query import VOCABULARY, Encode, Ids, Query, encoded
 from chairlift.traffic.workloads import GENERIC, NAMED, Workload
 
-SIGMA = 1.2  # of lognormal12: one answer in ten is five times as long as the middle one
-TENANTS = {"amber": 0.5, "birch": 1.0, "cedar": 2.0}  # how long each likes its answers, against the others
-# How long answers to a prompt of this kind are in the middle, and through which endpoint it comes.
+SIGMA = 1.2  # of lognormal12: one answer in ten is five times as long as the median
+TENANTS = {"amber": 0.5, "birch": 1.0, "cedar": 2.0}  # answer length of each tenant, relative to the others
+# Median answer length and endpoint of each kind of prompt.
 KINDS = {"label": (6, "completions"), "chat": (40, "chat"), "summary": (80, "chat"), "story": (200, "completions")}
-WITHIN = 0.4  # sigma of lengths that share tenant and kind
+WITHIN = 0.4  # sigma of lengths within one tenant and kind
 FLOOD = 100  # requests of the loud tenant for each of the quiet one
-TIGHTNESS = (1.0, 2.0, 4.0, 8.0)  # deadlines, in units of the tightest
-SEATS = 16
+TIGHTNESS = (1.0, 2.0, 4.0, 8.0)  # deadlines, in units of the shortest
+MAX_SEQUENCES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Mix(Workload):
-    """A workload for a comparison; `cap` is the max_tokens of all where lengths are not known."""
+    """A workload for a comparison; `cap` is the max_tokens of all requests if lengths are hidden."""
 
     cap: int
     lengths_are_known: bool  # each request's max_tokens is its true length, so that only the batching differs
-    seats: int = SEATS  # of a batch that shows the point
-    rehearsal: list[Query] = field(default_factory=list)  # sent before, and not measured: a predictor learns from them
+    max_sequences: int = MAX_SEQUENCES  # a batch size at which the scheduling choices differ
+    rehearsal: list[Query] = field(default_factory=list)  # sent before the measurement, for a predictor to learn from
 
     def max_tokens(self, query: Query) -> int:
-        """What the scheduler is told: never more than it may know."""
+        """Return the request's max_tokens: its true length if lengths are known, else the cap."""
         return query.output_tokens if self.lengths_are_known else self.cap
 
     def encoded(self, encode: Encode, vocab_size: int) -> Self:
-        """The same in the tokens of a vocabulary, which may be smaller."""
+        """Return the mix with prompts encoded, and token ids within the vocabulary."""
         queries, rehearsal = (encoded(each, encode, vocab_size) for each in (self.queries, self.rehearsal))
         return replace(self, queries=queries, rehearsal=rehearsal)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a named mix is drawn, and how large it is unless someone says otherwise."""
+    """How a named mix is drawn, and its default size."""
 
     draw: Callable[[int, random.Random], list[Query]]
     requests: int = 64
     lengths_are_known: bool = False
-    seats: int = SEATS
+    max_sequences: int = MAX_SEQUENCES
 
 
 def halves(n: int, r: random.Random) -> list[Query]:
-    """Half of the answers are short, half are long: what static batching is worst at."""
+    """Half of the answers are short, half are long: the worst case of static batching."""
     lengths = [r.randint(2, 9) if i % 2 else r.randint(501, 600) for i in range(n)]
     r.shuffle(lengths)
     return [Query(tokens(r, 8, 24), length, kind="short" if length < 10 else "long") for length in lengths]
 
 
 def lognormal12(n: int, r: random.Random) -> list[Query]:
-    """Many short and a few very long, as chats are."""
+    """Many short answers and a few very long ones, as in chats."""
     return [Query(tokens(r, 16, 64), lognormal(r, 64, SIGMA, 1024)) for _ in range(n)]
 
 
 def homogeneous(n: int, r: random.Random) -> list[Query]:
-    """All alike: the one case in which static batching loses nothing."""
+    """Equal prompts and answers: the one case in which static batching loses nothing."""
     return [Query(tokens(r, 32, 32), 128) for _ in range(n)]
 
 
 def tenants(n: int, r: random.Random) -> list[Query]:
-    """Lengths that depend on who asks and on the prompt's first tokens; a predictor has to find that out."""
+    """Answer lengths depend on the tenant and the prompt's first tokens, which a predictor has to learn."""
     prefixes = {kind: tokens(r, 32, 32) for kind in KINDS}
     queries = []
     for _ in range(n):
@@ -82,7 +82,7 @@ def tenants(n: int, r: random.Random) -> list[Query]:
 
 
 def flood(n: int, r: random.Random) -> list[Query]:
-    """One tenant asks a hundred times as often as the other, whose few, on long texts, come in between."""
+    """One tenant sends a hundred times as many requests as the other, which sends a few long prompts in between."""
     quiet = max(1, n // (FLOOD + 1))
     places = {(2 * i + 1) * n // (2 * quiet) for i in range(quiet)}
     return [
@@ -94,7 +94,7 @@ def flood(n: int, r: random.Random) -> list[Query]:
 
 
 def priorities(n: int, r: random.Random) -> list[Query]:
-    """One in eight is urgent."""
+    """One request in eight is urgent."""
     urgent = set(r.sample(range(n), max(1, n // 8)))
     return [
         Query(tokens(r, 16, 64), lognormal(r, 32, 0.8, 256), kind=kind, priority=int(kind == "urgent"))
@@ -103,7 +103,7 @@ def priorities(n: int, r: random.Random) -> list[Query]:
 
 
 def deadlines(n: int, r: random.Random) -> list[Query]:
-    """First tokens are due soon for some and much later for others."""
+    """First tokens are due soon for some requests and much later for others."""
     return [
         Query(tokens(r, 16, 64), lognormal(r, 32, 0.8, 256), kind=f"{tightness:g}x", deadline=tightness)
         for tightness in (r.choice(TIGHTNESS) for _ in range(n))
@@ -111,9 +111,9 @@ def deadlines(n: int, r: random.Random) -> list[Query]:
 
 
 def longprompt(n: int, r: random.Random) -> list[Query]:
-    """Sixteen answers are being written when a prompt of 2,000 tokens joins: how long do they stall?"""
+    """A prompt of 2,000 tokens arrives while sixteen sequences decode, to measure how long they stall."""
     decodes = [Query(tokens(r, 16, 16), 128, kind="decode") for _ in range(max(1, n - 1))]
-    return [*decodes, Query(tokens(r, 2000, 2000), 16, after=32 * len(decodes), kind="newcomer")]
+    return [*decodes, Query(tokens(r, 2000, 2000), 16, after_tokens=32 * len(decodes), kind="newcomer")]
 
 
 MIXES: dict[str, Recipe] = {
@@ -124,7 +124,7 @@ MIXES: dict[str, Recipe] = {
     "flood": Recipe(flood, requests=5 * (FLOOD + 1)),
     "priorities": Recipe(priorities),
     "deadlines": Recipe(deadlines),
-    "longprompt": Recipe(longprompt, requests=17, seats=17),
+    "longprompt": Recipe(longprompt, requests=17, max_sequences=17),
 }
 
 
@@ -137,24 +137,24 @@ def make(
     rehearse: int = 0,
     only: str | None = None,
 ) -> Mix:
-    """A mix by its name, or any other workload or recording; `deadline` is the tightest one, in seconds."""
+    """Draw a mix by name, or any other workload or recording; `deadline` is the shortest one, in seconds."""
     recipe = None if demand.is_recorded else MIXES.get(demand.workload)
     if recipe is None:
-        queries = demanded(demand)
+        queries = bench_queries(demand)
     else:
         drawn = recipe.draw(rehearse + (demand.requests or recipe.requests), random.Random(demand.seed))
         queries = [
             replace(query, at=at, deadline=None if query.deadline is None else query.deadline * deadline)
-            for query, at in zip(drawn, demand.moments(), strict=False)
+            for query, at in zip(drawn, demand.send_times(), strict=False)
         ]
-    if only is not None:  # at the moments they have among the others
+    if only is not None:  # their send times stay as they are
         known = sorted({query.tenant for query in queries})
         queries = [query for query in queries if query.tenant == only]
         if not queries:
-            raise ChairliftError(f"no request is by {only!r}: the tenants are {', '.join(known) or 'none'}")
+            raise ChairliftError(f"no request is from tenant {only!r}: the tenants are {', '.join(known) or 'none'}")
     rehearsal, queries = queries[:rehearse], queries[rehearse:]
     if not queries:
-        raise ChairliftError("no request is left to run: give a longer --duration or more --requests")
+        raise ChairliftError("there is no request to run: give a longer --duration or more --requests")
     longest = max(query.output_tokens for query in (*rehearsal, *queries))
     if cap is not None and cap < longest:
         raise ChairliftError(f"max_tokens is {cap}, less than the longest answer of {longest} tokens: use that or more")
@@ -163,13 +163,13 @@ def make(
         [replace(query, at=query.at - queries[0].at) for query in queries],
         cap or 1 << longest.bit_length(),
         (recipe is not None and recipe.lengths_are_known) if lengths_are_known is None else lengths_are_known,
-        recipe.seats if recipe else SEATS,
+        recipe.max_sequences if recipe else MAX_SEQUENCES,
         rehearsal,
     )
 
 
-def demanded(demand: Demand) -> list[Query]:
-    """The workloads and recordings that `chairlift bench` knows."""
+def bench_queries(demand: Demand) -> list[Query]:
+    """Return the requests of a workload or recording of `chairlift bench`."""
     known = [*MIXES, *NAMED, *GENERIC]
     if not demand.is_recorded and demand.workload not in known and not Path(demand.workload).is_file():
         raise ChairliftError(f"there is no workload {demand.workload!r}: use {', '.join(known)}, or a JSONL file")
@@ -178,10 +178,10 @@ def demanded(demand: Demand) -> list[Query]:
 
 
 def tokens(r: random.Random, low: int, high: int) -> Ids:
-    """A prompt of a length between the two."""
+    """Draw a prompt of `low` to `high` tokens."""
     return r.choices(range(VOCABULARY), k=r.randint(low, high))
 
 
 def lognormal(r: random.Random, middle: float, sigma: float, longest: int) -> int:
-    """A length around the middle one, as often longer as shorter."""
+    """Draw a length with the median `middle`."""
     return max(1, min(longest, round(middle * r.lognormvariate(0, sigma))))

@@ -1,4 +1,4 @@
-"""Recorded traces: when requests came, and how long they were or of which blocks, in the formats that are known."""
+"""Recorded traces: arrival times, and lengths or block ids of requests, in the formats of published traces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.values import MOST_COUNT, one_line, show
 from chairlift.traffic.query import Query
 
-BLOCK_TOKENS = 512  # of a block in Mooncake's format
-# How the recordings we know name a request's moment, its prompt's and its answer's length, and seconds in a time unit.
+BLOCK_TOKENS = 512  # tokens per block in Mooncake's format
+# Names of the arrival time, prompt length and answer length in each format, and seconds per unit of time.
 COLUMNS: tuple[tuple[str, str, str, float], ...] = (
     ("timestamp", "prompt_tokens", "output_tokens", 1.0),
     ("timestamp", "input_length", "output_length", 0.001),  # Mooncake
@@ -26,9 +26,9 @@ COLUMNS: tuple[tuple[str, str, str, float], ...] = (
 
 
 def with_lengths(row: Any) -> Query:
-    """Read a request of which the moment and the lengths are known."""
+    """Read a request with an arrival time and lengths."""
     if not isinstance(row, dict):
-        raise ValueError("it is no object with a timestamp and lengths")
+        raise ValueError("it is not an object with a timestamp and lengths")
     for moment, prompt, output, unit in COLUMNS:
         if moment in row and prompt in row and output in row:
             at = _seconds(row[moment], unit)
@@ -38,19 +38,19 @@ def with_lengths(row: Any) -> Query:
 
 
 def with_blocks(row: Any) -> Query:
-    """Read a request of Mooncake's format, of which the moment and the blocks of its prompt are known."""
+    """Read a request of Mooncake's format, with an arrival time and the block ids of its prompt."""
     match row:
         case {"timestamp": int() | float() as at, "hash_ids": [*ids]} if math.isfinite(at):
             for each in ids:
                 if type(each) is not int:
-                    raise ValueError(f"its hash_ids hold {json.dumps(each)[:40]}, which is no whole number")
+                    raise ValueError(f"its hash_ids hold {json.dumps(each)[:40]}, which is not a whole number")
             if len(set(ids)) < len(ids):
-                raise ValueError("one of its hash_ids comes twice, but an id stands for a whole prefix")
+                raise ValueError("its hash_ids have a duplicate, but an id stands for a whole prefix")
             return Query(BLOCK_TOKENS * len(ids), 1, at / 1000, blocks=ids)
         case {"timestamp": _, "hash_ids": [*_]}:
-            raise ValueError(f"its timestamp is {json.dumps(row['timestamp'])[:40]}, which is no number")
+            raise ValueError(f"its timestamp is {json.dumps(row['timestamp'])[:40]}, which is not a number")
         case {"timestamp": _, "hash_ids": _}:
-            raise ValueError(f"its hash_ids are {json.dumps(row['hash_ids'])[:40]}, which is no list")
+            raise ValueError(f"its hash_ids are {json.dumps(row['hash_ids'])[:40]}, which is not a list")
         case dict():
             raise ValueError(f"it has no {'hash_ids' if 'timestamp' in row else 'timestamp'}")
     raise ValueError("it is not an object")
@@ -59,7 +59,7 @@ def with_blocks(row: Any) -> Query:
 def read_trace(
     path: Path, read: Callable[[Any], Query] = with_lengths, noun: str = "arrival", advice: str = ""
 ) -> list[Query]:
-    """Read a recording, JSONL or CSV with a header, in the order of arrival; times count from its first request."""
+    """Read a recording, JSONL or CSV with a header, sorted by arrival; times are relative to the first request."""
     found: list[Query] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -70,7 +70,7 @@ def read_trace(
                     reason = (
                         f"it is not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else one_line(error)
                     )
-                    raise ChairliftError(f"{path}, line {number}, is no {noun}: {reason}{advice}") from None
+                    raise ChairliftError(f"{path}, line {number}, is not a valid {noun}: {reason}{advice}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         what = getattr(error, "strerror", error) if is_text else "it is not text in UTF-8"
@@ -82,7 +82,7 @@ def read_trace(
 
 
 def _rows(file: Iterable[str], is_csv: bool) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """Each line that holds something, with its number."""
+    """Yield each non-empty line with its number."""
     if not is_csv:
         yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
         return
@@ -92,7 +92,7 @@ def _rows(file: Iterable[str], is_csv: bool) -> Iterator[tuple[int, str | dict[s
 
 
 def _seconds(value: Any, unit: float) -> float:
-    """A moment in seconds: a number of units, or a date and time."""
+    """Convert a time to seconds: a number of units, or a date and time."""
     try:
         at = float(value) * unit
     except ValueError:
@@ -104,7 +104,7 @@ def _seconds(value: Any, unit: float) -> float:
     except TypeError:
         raise ValueError(f"its time is {show(value)}, neither a number nor a date") from None
     if not math.isfinite(at):
-        raise ValueError(f"its time is {show(value)}, which is no moment")
+        raise ValueError(f"its time is {show(value)}, which is not finite")
     return at
 
 
@@ -115,4 +115,4 @@ def _length(name: str, value: Any) -> int:
         found = -1
     if not 0 <= found <= MOST_COUNT or isinstance(value, bool):
         raise ValueError(f"{name} is {show(value)}, not a number of tokens up to {MOST_COUNT:,}")
-    return max(found, 1)  # an empty answer in a recording was a request all the same
+    return max(found, 1)  # a recorded request with an empty answer still counts

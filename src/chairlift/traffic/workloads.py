@@ -1,4 +1,4 @@
-"""Workloads: requests that are all there at once, the same on every machine, drawn from a seed or read from a file."""
+"""Workloads: named lists of requests, drawn from a seed (equal on every machine) or read from a file."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.values import MOST_COUNT, one_line, show
 from chairlift.traffic.query import Encode, Ids, Query, encoded
 
-SIGMA = 0.8  # of lognormal lengths: most are short and a few ten times as long, as in real traffic
+SIGMA = 0.8  # of lognormal lengths: most are short and a few are ten times as long, as in real traffic
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests under a name."""
+    """A named list of requests."""
 
     name: str
     queries: list[Query]
-    group: int = field(default=1, kw_only=True)  # requests that follow each other and begin alike,
-    shared: int = field(default=0, kw_only=True)  # with so many tokens
+    group: int = field(default=1, kw_only=True)  # number of consecutive requests with a common prefix
+    shared: int = field(default=0, kw_only=True)  # tokens of that prefix
 
     @staticmethod
     def of(name: str, prompts: Sequence[Ids], outputs: Sequence[int], group: int = 1, shared: int = 0) -> Workload:
-        """A workload from prompts and the lengths of their answers."""
+        """Build a workload from prompts and answer lengths."""
         return Workload(name, list(map(Query, prompts, outputs)), group=group, shared=shared)
 
     @property
     def prompts(self) -> list[Ids]:
-        """The prompts in tokens."""
+        """The token ids of each prompt."""
         return [query.ids for query in self.queries]
 
     @property
     def outputs(self) -> list[int]:
-        """The length of every answer, in the order of the requests."""
+        """The length of each answer."""
         return [query.output_tokens for query in self.queries]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """The total of prompt tokens."""
         return sum(query.prompt_tokens for query in self.queries)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of all answers."""
+        """The total of output tokens."""
         return sum(self.outputs)
 
     @property
     def is_at_once(self) -> bool:
-        """Whether everything is asked at the very start."""
-        return not any(query.at or query.after for query in self.queries)
+        """Whether all requests are sent at the start."""
+        return not any(query.at or query.after_tokens for query in self.queries)
 
     def encoded(self, encode: Encode, vocab_size: int) -> Self:
-        """The same in the tokens of a vocabulary, which may be smaller."""
+        """Return the workload with prompts encoded, and token ids within the vocabulary."""
         return replace(self, queries=encoded(self.queries, encode, vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long prompts or answers are: from low to high, and for skewed lengths their mean."""
+    """A range of prompt or answer lengths, with the mean for lognormal ones."""
 
     low: int
     high: int
@@ -81,27 +81,27 @@ class Lengths:
             found = Lengths(int(low), int(high) if dots else int(low), 0.0)
             found = replace(found, mean=float(mean) if mean else (found.low * found.high) ** 0.5)
         except ValueError:
-            raise ChairliftError(f"{text!r} is no length: use 128, 100..1024, or 64:8..512 with a mean") from None
+            raise ChairliftError(f"{text!r} is not a length: use 128, 100..1024, or 64:8..512 with a mean") from None
         if not 1 <= found.low <= found.mean <= found.high:
-            raise ChairliftError(f"{text!r} is no length: use 1 or more, the lower first and the mean between them")
+            raise ChairliftError(f"{text!r} is not a length: use 1 or more, the lower first and the mean between them")
         return found
 
 
 def uniform(n: int, prompt: Lengths, output: Lengths, vocab: int = 10000, seed: int = 0) -> Workload:
-    """Every length between low and high is as likely."""
+    """Draw lengths uniformly between low and high."""
     r = random.Random(seed)
     prompts = [[r.randint(0, vocab) for _ in range(r.randint(prompt.low, prompt.high))] for _ in range(n)]
     return Workload.of("uniform", prompts, [r.randint(output.low, output.high) for _ in range(n)])
 
 
 def fixed(n: int, prompt: int, output: int, vocab: int = 10000, seed: int = 0) -> Workload:
-    """All of one length."""
+    """Draw prompts of one length, with answers of one length."""
     r = random.Random(seed)
     return Workload.of("fixed", [[r.randint(0, vocab) for _ in range(prompt)] for _ in range(n)], [output] * n)
 
 
 def groups(n: int, group: int, shared: int, own: int, output: int, vocab: int = 10000, seed: int = 0) -> Workload:
-    """Groups of requests that begin alike, as with a long system prompt, and go on each in its own way."""
+    """Draw groups of requests that share a prefix, such as a long system prompt, before their own tokens."""
     r = random.Random(seed)
     heads = [[r.randint(0, vocab) for _ in range(shared)] for _ in range(n)]
     prompts = [head + [r.randint(0, vocab) for _ in range(own)] for head in heads for _ in range(group)]
@@ -109,7 +109,7 @@ def groups(n: int, group: int, shared: int, own: int, output: int, vocab: int = 
 
 
 def lognormal(n: int, prompt: Lengths, output: Lengths, seed: int = 0) -> Workload:
-    """Many short and a few long."""
+    """Draw many short and a few long requests."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -134,7 +134,7 @@ GENERIC: dict[str, Callable[..., Workload]] = {"uniform": uniform, "lognormal": 
 
 
 def make(name: str, requests: int, prompt: Lengths, output: Lengths, seed: int) -> Workload:
-    """A workload by its name, of a kind with lengths, or from a JSONL file, which may have texts for prompts."""
+    """Return a workload by its name, a generic one with these lengths, or one from a JSONL file."""
     if name in NAMED:
         return replace(NAMED[name](), name=name)
     if name in GENERIC:
@@ -147,7 +147,7 @@ def make(name: str, requests: int, prompt: Lengths, output: Lengths, seed: int) 
 
 
 def from_file(path: Path, seed: int) -> Workload:
-    """Read lines of {"prompt": text} or {"prompt_tokens": how many, or the ids}, each with "output_tokens"."""
+    """Read lines of {"prompt": text} or {"prompt_tokens": number or list of ids}, each with "output_tokens"."""
     r = random.Random(seed)
 
     def query_of(line: Any) -> Query:
@@ -174,7 +174,7 @@ def from_file(path: Path, seed: int) -> Workload:
         try:
             queries.append(query_of(json.loads(text)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ChairliftError(f"{path}, line {number}, is no request: {one_line(error)}") from None
+            raise ChairliftError(f"{path}, line {number}, is not a valid request: {one_line(error)}") from None
     if not queries:
         raise ChairliftError(f"{path} holds no requests")
     return Workload(path.name, queries)

@@ -1,8 +1,8 @@
-"""The engines that a benchmark runs, ours among them, each in a process of its own.
+"""The engines of a benchmark, ours included, each in its own process.
 
-A process of its own keeps memory peaks and thread pools apart and lets each engine have its own interpreter. It loads
-once, says that it is ready, and then runs the workload whenever it is told to, so that runs of two engines interleave.
-Nothing here may import anything beyond the standard library before an engine is asked for.
+Separate processes separate memory peaks and thread pools, and allow each engine its own interpreter. A process loads
+once, reports that it is ready, and then runs the workload on each command, so that runs of two engines interleave.
+Nothing here may import more than the standard library before an engine is loaded.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Protocol, cast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an engine needs to get ready."""
+    """The parameters to load an engine with."""
 
-    model: str  # what LLM takes for ours, a Hugging Face folder for the others
-    scratch: str  # a folder for what an engine makes of the model
+    model: str  # an argument of LLM for ours, a Hugging Face folder for the others
+    scratch: str  # a folder for converted models
     device: str
     threads: int
-    longest: int  # prompt and answer of the longest request
-    total: int  # prompt and answer tokens of all requests
-    # For ours alone.
+    longest: int  # prompt and output tokens of the longest request
+    total: int  # prompt and output tokens of all requests
+    # For ours only.
     settings: dict[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
     profile_steps: bool = False
-    # For the others, what ours came to.
+    # For the others, the values that ours chose.
     dtype: str = ""
     max_sequences: int = 0
     step_tokens: int = 0
@@ -34,7 +34,7 @@ class Task:
 
 @dataclass(slots=True)
 class Finished:
-    """One answered request: its tokens, and when they came, in seconds of time.monotonic."""
+    """One finished request: its tokens, and the times of the first and last on time.monotonic."""
 
     tokens: list[int]
     first: float
@@ -51,15 +51,15 @@ class Peer(Protocol):
     def __init__(self, task: Task) -> None: ...
 
     def describe(self) -> dict[str, Any]:
-        """What it is and how it was set up."""
+        """Return the engine's version and settings."""
         ...
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """Answer all prompts, greedily, each with exactly as many tokens as asked."""
+        """Answer all prompts greedily, each with exactly the given number of tokens."""
         ...
 
 
-# Where each engine's class is; its module is imported in its own process alone.
+# The class of each engine; its module is imported only in its own process.
 PEERS = {
     "chairlift": "chairlift.bench.peers.ours:Ours",
     "transformers": "chairlift.bench.peers.hf:Continuous",
@@ -67,12 +67,12 @@ PEERS = {
     "openvino": "chairlift.bench.peers.ov:Continuous",
     "openvino-stateful": "chairlift.bench.peers.ov:Stateful",
 }
-# What to run instead of an engine that is not available here.
+# The engine to run instead of an unavailable one.
 FALLBACKS = {"transformers": "transformers-static", "openvino": "openvino-stateful"}
 
 
 def load(name: str, task: Task) -> Peer:
-    """Import an engine and get it ready."""
+    """Import and load an engine."""
     module, _, kind = PEERS[name].partition(":")
     try:
         found = getattr(importlib.import_module(module), kind)

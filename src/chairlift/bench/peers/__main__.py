@@ -1,7 +1,7 @@
 """One engine in its own process: `python -m chairlift.bench.peers NAME TASK.json WORKLOAD.json`.
 
-It answers on stdout with JSON lines: {"ready": ...} or {"unavailable": ...}, then one {"run": ...} for each line that
-comes in. The end of its input ends it, so that it never outlives the one who started it.
+It writes JSON lines to stdout: {"ready": ...} or {"unavailable": ...}, then one {"run": ...} for each line of stdin.
+It ends with the end of its stdin, so that it never outlives its parent process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from chairlift.core.errors import ChairliftError
 
 
 def main(name: str, task_file: str, workload_file: str) -> None:
-    """Get ready, then run whenever told to."""
+    """Load the engine, then run the workload on each command."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log, not among the replies
+    os.dup2(2, 1)  # libraries that print to stdout write to the log, not to the replies
     commands = listen()
 
     def reply(**message: Any) -> None:
@@ -34,7 +34,7 @@ def main(name: str, task_file: str, workload_file: str) -> None:
     work = json.loads(Path(workload_file).read_text())
     try:
         peer = load(name, task)
-        # Kernels are compiled, graphs captured and pools started before anything is timed.
+        # Warm-up: compile kernels, capture graphs and start pools before anything is timed.
         peer.run([prompt[:64] for prompt in work["prompts"][:8]], [min(4, count) for count in work["outputs"][:8]])
         reply(ready=peer.describe())
         while commands.get() == "run":
@@ -44,7 +44,7 @@ def main(name: str, task_file: str, workload_file: str) -> None:
 
 
 def timed(peer: Peer, prompts: list[list[int]], outputs: list[int], device: str) -> dict[str, Any]:
-    """One run: how long it took, and for each request its tokens and when they came."""
+    """Run once; return the seconds, the memory peak, and each request's tokens and times."""
     forget_peak(device)
     start = time.monotonic()
     finished = peer.run(prompts, outputs)
@@ -59,14 +59,14 @@ def timed(peer: Peer, prompts: list[list[int]], outputs: list[int], device: str)
 
 
 def listen() -> queue.Queue[str]:
-    """Commands as they come in; the end of the input ends the process, even in the middle of a run."""
+    """Return a queue of commands; the end of stdin ends the process, even during a run."""
     commands: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
         for line in sys.stdin:
             commands.put(line.strip())
         if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)  # and whatever a library has forked
+            os.killpg(0, signal.SIGKILL)  # includes processes that a library has forked
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -74,7 +74,7 @@ def listen() -> queue.Queue[str]:
 
 
 def forget_peak(device: str) -> None:
-    """From here on, count the memory peak anew: loading is not what is measured."""
+    """Reset the memory peak, so that loading does not count."""
     if device.startswith("cuda"):
         import torch
 
@@ -84,7 +84,7 @@ def forget_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int | None:
-    """The most memory held since then: the device's, or resident pages of the process."""
+    """Return the memory peak since then: of the device, or of the process's resident pages."""
     if device.startswith("cuda"):
         import torch
 

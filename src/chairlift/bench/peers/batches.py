@@ -1,10 +1,10 @@
-"""Padding, for engines that take a batch as one rectangle."""
+"""Padding, for engines that take a batch as one matrix."""
 
 from __future__ import annotations
 
 
 def pad(batch: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts filled up on the left to one length, and the mask that says which tokens are real.
+    """Return prompts padded on the left to one length, and the attention mask.
 
     >>> pad([[5], [6, 7]])
     ([[0, 5], [6, 7]], [[0, 1], [1, 1]])

@@ -15,7 +15,7 @@ PAGE = 256  # tokens: its default
 
 
 class Continuous:
-    """The manager behind `model.generate_batch`, kept between runs, with each request's own length."""
+    """The manager of `model.generate_batch`, kept between runs, with a length per request."""
 
     def __init__(self, task: Task) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -24,7 +24,7 @@ class Continuous:
         if not hasattr(self._model, "init_continuous_batching"):
             raise Unavailable(f"transformers {transformers.__version__} has no continuous batching")
         config = ContinuousBatchingConfig(
-            allow_block_sharing=False,  # or a second run would find its prompts in the cache
+            allow_block_sharing=False,  # else a second run would hit the cache
             **sizes(task),
         )
         generation = GenerationConfig(do_sample=False, max_new_tokens=task.longest, eos_token_id=-1)
@@ -36,11 +36,11 @@ class Continuous:
         self._runs = 0
 
     def describe(self) -> dict[str, Any]:
-        """The version, and the attention it chose."""
+        """Return the version and the attention implementation."""
         return {"version": transformers.__version__, "attention": self._model.config._attn_implementation}
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """All prompts at once; its own timestamps are taken on perf_counter."""
+        """Submit all prompts at once; its timestamps are of perf_counter."""
         self._runs += 1
         shift = time.monotonic() - time.perf_counter()
         for index, (prompt, count) in enumerate(zip(prompts, outputs, strict=True)):
@@ -65,19 +65,19 @@ class Continuous:
 
 
 class Static:
-    """`model.generate` on padded batches, in the order given; a batch lasts as long as its longest answer."""
+    """`model.generate` on padded batches in order; a batch lasts as long as its longest answer."""
 
     def __init__(self, task: Task) -> None:
         self._model = load_model(task)
         self._size = task.max_sequences
 
     def describe(self) -> dict[str, Any]:
-        """The version, and how many requests a batch takes."""
+        """Return the version and the batch size."""
         return {"version": transformers.__version__, "batch": self._size}
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """Batch after batch; each request counts as answered when its own last token came."""
+        """Run batch after batch; a request counts as finished at its own last token."""
         finished = []
         for start in range(0, len(prompts), self._size):
             batch, counts = prompts[start : start + self._size], outputs[start : start + self._size]
@@ -101,7 +101,7 @@ class Static:
 
 
 def load_model(task: Task) -> Any:
-    """The model on its device; SDPA everywhere, and what continuous batching makes of it."""
+    """Load the model on its device, with SDPA or the variant of it that continuous batching chooses."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(task.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -111,7 +111,7 @@ def load_model(task: Task) -> Any:
 
 
 def sizes(task: Task) -> dict[str, int]:
-    """Left to itself on a GPU; on a CPU it would plan for most of the memory and steps of 8192 tokens, and crawl."""
+    """Return cache and step sizes: its defaults on a GPU; on a CPU they would take most memory and steps of 8192."""
     if task.device.startswith("cuda"):
         return {}
     held = min(task.total, task.max_sequences * task.longest)
@@ -123,6 +123,6 @@ def sizes(task: Task) -> dict[str, int]:
 
 
 def note(times: list[float]) -> bool:
-    """Keep the time of a step; never a reason to stop."""
+    """Record the time of a step; never stop."""
     times.append(time.monotonic())
     return False

@@ -1,4 +1,4 @@
-"""Chairlift, through the same class that users call."""
+"""Chairlift, through its public class LLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chairlift.costs.steps import Stopwatch
 from chairlift.execution.build import choose_device
 from chairlift.llm import LLM
 
-STEPS = "steps.json"  # in the scratch folder: what steps cost, if that was asked
+STEPS = "steps.json"  # in the scratch folder: step times, with profile_steps
 _IMPORTED = time.monotonic()
 
 
@@ -28,13 +28,13 @@ class Ours:
     def __init__(self, task: Task) -> None:
         self._temperature = task.temperature
         self._llm = LLM(task.model, progress=False, **task.settings)
-        self._llm.tokenizer = None  # the others write no text either
+        self._llm.tokenizer = None  # the other engines do not detokenize either
         self._start = {"imported": _IMPORTED, "loaded": time.monotonic()}
         self._watch = Stopwatch(self._llm.engine) if task.profile_steps else None
         self._steps = Path(task.scratch) / STEPS
 
     def describe(self) -> dict[str, Any]:
-        """The version, what the others must match, when it was ready, and how fast this machine is at its best."""
+        """Return the version, the settings that the others must match, start-up times, and the machine's rates."""
         limits = self._llm.engine.scheduler.limits
         device, dtype = choose_device(self._llm.settings.model.device), self._llm.config.dtype
         rates = measure_rates(device, dtype)
@@ -52,7 +52,7 @@ class Ours:
         }
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """All prompts in one continuous batch, of which nothing is known from a run before."""
+        """Run all prompts in one continuous batch, with an empty prefix cache."""
         self._llm.reset_prefix_cache()
         params = [SamplingParams(temperature=self._temperature, max_tokens=count, ignore_eos=True) for count in outputs]
         finished = []

@@ -1,7 +1,7 @@
 """OpenVINO GenAI: its continuous batching, and its older pipeline on padded static batches.
 
-Both run an IR that optimum-intel exports from the Hugging Face folder, once. Precision is ours, so that the same
-arithmetic is compared: OpenVINO's own default would be lower on most processors.
+Both run an IR that optimum-intel exports once from the Hugging Face folder. Precision is set to ours, so that equal
+arithmetic is compared: OpenVINO's default is lower on most processors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from chairlift.bench.peers import Finished, Task, Unavailable
 from chairlift.bench.peers.batches import pad
 
-# By name: most machines do not have them, and a type checker must not mind.
+# Imported by name, since most machines do not have them and the type checker would complain.
 openvino: Any = importlib.import_module("openvino")
 openvino_genai: Any = importlib.import_module("openvino_genai")
 
@@ -28,13 +28,13 @@ BLOCK = 32  # tokens in a KV block of its CPU plugin
 
 
 class Continuous:
-    """ContinuousBatchingPipeline, step by step, so that each token's time is seen."""
+    """ContinuousBatchingPipeline, stepped one by one, so that each token's time is known."""
 
     def __init__(self, task: Task) -> None:
         config = openvino_genai.SchedulerConfig()
         config.max_num_batched_tokens = task.step_tokens
         config.max_num_seqs = task.max_sequences
-        config.enable_prefix_caching = False  # or a second run would find its prompts in the cache
+        config.enable_prefix_caching = False  # else a second run would hit the cache
         held = min(task.total, task.max_sequences * task.longest)
         config.num_kv_blocks = held // BLOCK + task.max_sequences + 1
         precision = PRECISIONS[task.dtype]
@@ -45,11 +45,11 @@ class Continuous:
         self._requests = 0
 
     def describe(self) -> dict[str, Any]:
-        """The version."""
+        """Return the version."""
         return {"version": openvino_genai.get_version()}
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """All prompts at once."""
+        """Submit all prompts at once."""
         handles = []
         for prompt, count in zip(prompts, outputs, strict=True):
             ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
@@ -69,7 +69,7 @@ class Continuous:
 
 
 class Stateful:
-    """LLMPipeline with its SDPA backend on padded batches, which runs where paged attention does not."""
+    """LLMPipeline with its SDPA backend on padded batches, for processors without its paged attention."""
 
     def __init__(self, task: Task) -> None:
         self._size = task.max_sequences
@@ -79,17 +79,17 @@ class Stateful:
             )
 
     def describe(self) -> dict[str, Any]:
-        """The version, and how many requests a batch takes."""
+        """Return the version and the batch size."""
         return {"version": openvino_genai.get_version(), "batch": self._size}
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[Finished]:
-        """Batch after batch; each request counts as answered when its own last token came."""
+        """Run batch after batch; a request counts as finished at its own last token."""
         finished = []
         for start in range(0, len(prompts), self._size):
             batch, counts = prompts[start : start + self._size], outputs[start : start + self._size]
             ids, mask = (openvino.Tensor(np.array(rows, dtype=np.int64)) for rows in pad(batch))
             result = self._pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), greedy(max(counts)))
-            # Milliseconds of the same clock that time.monotonic reads.
+            # Milliseconds on the clock of time.monotonic.
             times = [each / 1000 for each in result.perf_metrics.raw_metrics.m_new_token_times]
             finished += [
                 Finished(row[:count], times[0], times[count - 1])
@@ -99,7 +99,7 @@ class Stateful:
 
 
 def greedy(count: int) -> Any:
-    """Exactly so many tokens, each the likeliest."""
+    """Return a config for exactly `count` greedy tokens."""
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens = count
     config.ignore_eos = True
@@ -107,12 +107,12 @@ def greedy(count: int) -> Any:
 
 
 def properties(task: Task) -> dict[str, Any]:
-    """Same precision and threads as everyone."""
+    """Return precision and threads, equal to the other engines'."""
     return {"INFERENCE_PRECISION_HINT": PRECISIONS[task.dtype], "INFERENCE_NUM_THREADS": task.threads}
 
 
 def export(task: Task) -> str:
-    """The model as OpenVINO's IR; what an earlier peer of this benchmark exported is used again."""
+    """Export the model as OpenVINO's IR, or reuse the export of an earlier peer of this benchmark."""
     if task.device != "cpu":
         raise Unavailable(f"it runs on the CPU, not on {task.device}")
     folder = Path(task.scratch) / "openvino"
@@ -125,7 +125,7 @@ def export(task: Task) -> str:
 
 @contextmanager
 def reasons(what: str) -> Iterator[None]:
-    """What OpenVINO cannot make on this processor makes the peer unavailable, not the benchmark fail."""
+    """Convert OpenVINO's errors on this processor to Unavailable, so that the benchmark goes on."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""One file per family: it builds embedding, blocks and head from a config and the tensors it takes.
+"""One file per family, which builds embedding, blocks and head from a config and its tensors.
 
-A family reads its own config values here, so that no other room knows what a family is.
+A family reads its own config values here, so that no other package depends on a family.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FAMILIES: dict[str, Callable[[ModelConfig, Take], Decoder]] = {
 }
 
 
-_TIED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")  # families whose configs leave out that the head is the embedding
+_TIED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")  # families with tie_word_embeddings true by default
 
 
 def read_config(
     config: Mapping[str, Any], dtype: str = "auto", device: str = "cpu", file: object = "config.json"
 ) -> ModelConfig:
-    """Read a config.json; an unknown architecture is refused with the list of those we have.
+    """Read a config.json; the error for an unknown architecture lists the supported ones.
 
-    `file` is where the config comes from, for errors.
+    `file` is the config's source, for errors.
     """
     values = Values(file, config)
     architecture = (values.texts("architectures") or ["(none named)"])[0]
@@ -45,16 +45,16 @@ def read_config(
             f"{file}: architecture {show(architecture)} is not supported: Chairlift runs {', '.join(sorted(FAMILIES))}"
         )
     found = read_common(architecture, values, dtype, device, ties=architecture in _TIED)
-    outline(found)  # what a family reads for itself is wrong now or never
+    outline(found)  # so that the family's own values are checked now
     return found
 
 
 def build_decoder(config: ModelConfig, take: Take) -> Decoder:
-    """Return a model's decoder of the tensors that `take` gives."""
+    """Build a model's decoder from the tensors of `take`."""
     return FAMILIES[config.architecture](config, take)
 
 
 def outline(config: ModelConfig) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
-    """Return a model's decoder without weights, and the name and shape of each tensor that it has."""
+    """Return a model's decoder without weights, and the name and shape of each of its tensors."""
     take = RecordingTake(config.dtype)
     return build_decoder(config, take), take.shapes

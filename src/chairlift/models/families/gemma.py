@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms around every sublayer, windows in most layers, soft caps (2) or normed queries and keys (3)."""
+"""Gemma 2 and 3: norms around every sublayer, windows in most layers, softcaps (2) or a QK norm (3)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _KINDS = ("sliding_attention", "full_attention")
 
 @dataclass(frozen=True, slots=True)
 class Gemma:
-    """Builds such a decoder."""
+    """Builds a Gemma decoder."""
 
-    qk_norm: bool  # Gemma 3, whose layers with a window also have a rope of their own
-    pattern: int  # every so many layers, the last sees all tokens
-    caps: tuple[float, float] = (0.0, 0.0)  # of scores and logits, where the config is silent; null there means none
+    qk_norm: bool  # Gemma 3, which also has a separate rope for layers with a window
+    pattern: int  # every pattern-th layer has no window
+    caps: tuple[float, float] = (0.0, 0.0)  # default softcaps of scores and logits; null in the config means none
 
     def __call__(self, config: ModelConfig, take: Take) -> Decoder:
-        """Return the decoder of a config."""
+        """Build the decoder."""
         values, hidden = config.values, config.hidden_size
         if values.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
             raise values.wrong("hidden_activation", "use gelu_pytorch_tanh")
@@ -49,10 +49,10 @@ class Gemma:
         return Decoder(config, embedding, blocks, head, embedding_scale=hidden**0.5, logit_cap=cap)
 
     def _cap(self, values: Values, key: str, usual: float) -> float:
-        return values.number(key) if values.has(key) else 0.0 if values.says(key) else usual
+        return values.number(key) if values.has(key) else 0.0 if values.has_key(key) else usual
 
     def _kinds(self, config: ModelConfig) -> list[str]:
-        """Which layers have a window."""
+        """Return the kind of each layer."""
         values, layers = config.values, config.layers
         kinds = values.texts("layer_types")
         if kinds and (len(kinds) != layers or not {*_KINDS}.issuperset(kinds)):
@@ -61,7 +61,7 @@ class Gemma:
         return kinds or [_KINDS[0] if (i + 1) % pattern else _KINDS[1] for i in range(layers)]
 
     def _rope(self, config: ModelConfig, kind: str) -> RopeConfig:
-        """Read the rope of a kind of layers: in Gemma 3 those with a window have their own base, and no scaling."""
+        """Read the rope of a kind of layer: in Gemma 3 layers with a window have their own base and no scaling."""
         values, dim = config.values, config.head_dim
         if not self.qk_norm:
             return RopeConfig.read(values, dim)
@@ -87,7 +87,7 @@ class Gemma:
             Attention(
                 column_linear(take, attention, projections, hidden, bias=has_bias, norm=norm("input_layernorm")),
                 row_linear(
-                    take, f"{attention}o_proj", hidden, q, bias=has_bias, after=norm("post_attention_layernorm")
+                    take, f"{attention}o_proj", hidden, q, bias=has_bias, output_norm=norm("post_attention_layernorm")
                 ),
                 config.heads,
                 CacheSpec(config.kv_heads, dim, window),
@@ -97,11 +97,11 @@ class Gemma:
             ),
             GatedMlp(
                 column_linear(take, mlp, halves, hidden, norm=norm("pre_feedforward_layernorm"), gate=GELU_TANH),
-                row_linear(take, f"{mlp}down_proj", hidden, inner, after=norm("post_feedforward_layernorm")),
+                row_linear(take, f"{mlp}down_proj", hidden, inner, output_norm=norm("post_feedforward_layernorm")),
             ),
         )
 
 
 def _norm(config: ModelConfig, take: Take, name: str, size: int) -> Norm:
-    """A norm whose stored weight is what its factor is above 1, in float32: rounding 1 + w would lose most of w."""
+    """Return a norm with factor 1 + stored weight, in float32: in 16 bits, 1 + w would lose most of w."""
     return Norm(take.tensor(f"{name}.weight", size, dtype=torch.float32) + 1.0, config.norm_eps)

@@ -1,4 +1,4 @@
-"""Llama and the families that depart from it little: Mistral, Qwen2, Qwen3, SmolLM."""
+"""Llama and families close to it: Mistral, Qwen2, Qwen3, SmolLM."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from chairlift.ops.weight import SILU
 
 
 def no_window(_values: Values, layers: int) -> list[int]:
-    """Every layer sees all tokens."""
+    """Return no window for every layer."""
     return [0] * layers
 
 
 def same_window(values: Values, layers: int) -> list[int]:
-    """Every layer has the same window, if there is one."""
+    """Return the config's window, if any, for every layer."""
     return [values.count("sliding_window", 0, least=0, most=MAX_LENGTH)] * layers
 
 
 def qwen_windows(values: Values, layers: int) -> list[int]:
-    """A window only with use_sliding_window, and only in the layers from max_window_layers on."""
+    """Return a window for layers from max_window_layers on, if use_sliding_window is set."""
     is_used = values.flag("use_sliding_window")
     window = values.count("sliding_window", 0, least=0, most=MAX_LENGTH)
     first = values.count("max_window_layers", layers, least=0, most=MAX_LAYERS)
@@ -44,14 +44,14 @@ def qwen_windows(values: Values, layers: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """Builds such a decoder."""
+    """Builds a Llama-like decoder."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: Callable[[Values, int], list[int]] = no_window
 
     def __call__(self, config: ModelConfig, take: Take) -> Decoder:
-        """Return the decoder of a config."""
+        """Build the decoder."""
         values, hidden = config.values, config.hidden_size
         rope = RopeConfig.read(values, config.head_dim)
         windows = self.windows(values, config.layers)
@@ -84,7 +84,7 @@ class Llama:
                 config.heads,
                 CacheSpec(config.kv_heads, dim, window),
                 rope,
-                Scoring.usual(dim),
+                Scoring.default(dim),
                 (norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)) if self.qk_norm else None,
             ),
             GatedMlp(

@@ -1,4 +1,4 @@
-"""Phi-3: Llama with q, k and v stored as one matrix, gate and up as another; some sizes rotate a part of each head."""
+"""Phi-3: Llama with q, k and v in one matrix, gate and up in another; some sizes rotate a part of each head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chairlift.ops.weight import SILU, Weight
 
 
 def build(config: ModelConfig, take: Take) -> Decoder:
-    """Return the decoder of a config."""
+    """Build the decoder."""
     hidden, rope = config.hidden_size, RopeConfig.read(config.values, config.head_dim)
     blocks = [_block(config, take, f"model.layers.{i}.", rope) for i in range(config.layers)]
     embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
@@ -40,7 +40,7 @@ def _block(config: ModelConfig, take: Take, prefix: str, rope: RopeConfig) -> Bl
             config.heads,
             CacheSpec(config.kv_heads, dim, window),
             rope,
-            Scoring.usual(dim),
+            Scoring.default(dim),
         ),
         GatedMlp(
             column_linear(
@@ -57,15 +57,15 @@ def _block(config: ModelConfig, take: Take, prefix: str, rope: RopeConfig) -> Bl
 
 
 def _halves(qkv: Weight, config: ModelConfig, rotated: int) -> Weight:
-    """Reorder the heads of queries and keys so that the two halves of what is rotated begin the halves of the head.
+    """Reorder the rows of query and key heads so that each half of a head begins with a half of its rotated part.
 
-    Our kernels rotate element i with element i + dim / 2. The same order in queries and keys leaves their products as
-    they are.
+    Our kernels rotate element i with element i + dim / 2. The same order in queries and keys does not change their
+    products.
     """
     dim, half = config.head_dim, rotated // 2
     if rotated == dim:
         return qkv
     cuts = ((0, half), (rotated, (rotated + dim) // 2), (half, rotated), ((rotated + dim) // 2, dim))
-    turned = (config.heads + config.kv_heads) * dim
-    parts = [qkv.rows(head + first, head + last) for head in range(0, turned, dim) for first, last in cuts]
-    return parts[0].join([*parts[1:], qkv.rows(turned, qkv.shape[0])])
+    rotated_rows = (config.heads + config.kv_heads) * dim
+    parts = [qkv.rows(head + first, head + last) for head in range(0, rotated_rows, dim) for first, last in cuts]
+    return parts[0].join([*parts[1:], qkv.rows(rotated_rows, qkv.shape[0])])
