@@ -27,7 +27,7 @@ CELL, LEFT, TOP = 22, 92, 44
 
 
 def scheduling() -> str:
-    """Eight requests in a batch of four rows: what the scheduler plans, step by step, until all are done."""
+    """Eight requests in a batch of four: what the scheduler plans, step by step, until all are done."""
     pool = BlockPool(total=16, block_size=4)
     scheduler = Scheduler(Limits(max_sequences=4, step_tokens=12, max_length=40, vocab_size=100), pool)
     lengths = [(14, 12), (5, 16), (9, 8), (20, 9), (4, 14), (6, 6), (11, 10), (3, 8)]
@@ -50,7 +50,7 @@ def draw_steps(steps: list[tuple[StepPlan, list[tuple[int, str, int, int]], int,
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="100%" height="100%" fill="white"/>',
-        '<text x="12" y="16" font-size="13">Eight requests, a batch of four rows: each column is one forward pass.</text>',
+        '<text x="12" y="16" font-size="13">Eight requests, a batch of four: each column is one forward pass.</text>',
         '<text x="12" y="33">Dark: a slice of a prompt, with its length. Light: a decode.</text>',
     ]
     for row in range(rows):
