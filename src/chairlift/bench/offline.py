@@ -63,6 +63,7 @@ class Benchmark:
     threads: int | None = None
     temperature: float = 0.0
     profile_steps: bool = False  # measure the host's time per step
+    record_steps: str = ""  # a file for every step of ours
 
 
 def run_offline(
@@ -129,6 +130,7 @@ def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scrat
         settings=settings,
         temperature=benchmark.temperature,
         profile_steps=benchmark.profile_steps,
+        record_steps=benchmark.record_steps,
     )
 
 

@@ -53,6 +53,10 @@ def offline(
     profile_steps: Annotated[
         bool, typer.Option("--profile-steps", help="Also show the host's time per step, by part.")
     ] = False,
+    record_steps: Annotated[
+        Path | None,
+        typer.Option(help="Write every step to this file, for `chairlift bench replay`; this slows the run."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write every run's numbers to this file.")
     ] = None,
@@ -68,6 +72,7 @@ def offline(
 
     chosen = reports.choose_shape(shape, model, settings)
     reports.check_files(json_file)
+    reports.check_files(record_steps)
     usual = "cpu64" if choose_device(settings["device"]).type == "cpu" else "uniform256"
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     benchmark = Benchmark(
@@ -80,6 +85,7 @@ def offline(
         threads=threads,
         temperature=temperature,
         profile_steps=profile_steps,
+        record_steps="" if record_steps is None else str(record_steps.absolute()),
     )
     made, contenders = run_offline(benchmark, lambda text: notes.print(text, style="dim", markup=False))
     summary = summarize(made, contenders)
@@ -88,6 +94,27 @@ def offline(
     print(*orientation(summary), sep="\n")
     if profile_steps:
         reports.show(steps_table(summary["engines"][0]["info"]["steps"]))
+
+
+@app.command(cls=Command)
+def replay(file: Annotated[Path, typer.Argument(help="A file of `chairlift bench offline --record-steps`.")]) -> None:
+    """Run recorded steps again, without the scheduler: compare the tokens, and time the forward passes alone."""
+    from chairlift.bench.replay import replay_file, replay_table
+
+    with progress_of_file(file) as advance:
+        header, found = replay_file(file, advance)
+    reports.show(replay_table(header, found))
+
+
+@contextmanager
+def progress_of_file(file: Path) -> Iterator[Callable[[int], None]]:
+    """Show how much of a file has been read."""
+    from rich.progress import Progress as Bar
+
+    total = file.stat().st_size if file.exists() else None
+    with Bar(console=notes, transient=True) as bar:
+        task = bar.add_task("replaying", total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 @app.command(cls=Command)

@@ -26,6 +26,7 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
     profile_steps: bool = False
+    record_steps: str = ""  # a file for every step of all runs
     # For the others, the values that ours chose.
     dtype: str = ""
     max_sequences: int = 0

@@ -16,6 +16,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.costs.machine import measure_rates
 from chairlift.costs.steps import Stopwatch
 from chairlift.execution.build import choose_device
+from chairlift.execution.recording import RecordingExecutor
 from chairlift.llm import LLM
 
 STEPS = "steps.json"  # in the scratch folder: step times, with profile_steps
@@ -32,6 +33,11 @@ class Ours:
         self._start = {"imported": _IMPORTED, "loaded": time.monotonic()}
         self._watch = Stopwatch(self._llm.engine) if task.profile_steps else None
         self._steps = Path(task.scratch) / STEPS
+        if task.record_steps:
+            settings = {**task.settings, "kv_tokens": self._llm.capacity.tokens}
+            file = Path(task.record_steps).open("w", buffering=1)  # noqa: SIM115  # by lines: a signal ends us
+            engine = self._llm.engine
+            engine._executor = RecordingExecutor(engine._executor, file, task.model, settings)
 
     def describe(self) -> dict[str, Any]:
         """Return the version, the settings that the others must match, start-up times, and the machine's rates."""
