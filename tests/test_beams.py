@@ -142,7 +142,7 @@ def test_a_search_holds_no_more_than_its_beams_however_many_tokens_stop_it(folde
 
     def measure(step: Any, result: Any) -> Any:
         offered.extend(len(each.tokens) for each in result.logprobs or ())
-        beams = step.samples[0].beams
+        beams = step.samples[0].group
         outcome = apply(step, result)
         held.append(sum(1 + len(beam.last.top) for beam in (*beams._beams.values(), *beams.finished) if beam.last))
         return outcome

@@ -180,9 +180,7 @@ class FakeExecutor:
             row.tokens, row.marks = list(newcomer.tokens), marks_of(newcomer.tokens, sequence.request.salt)
             row.blocks = list(newcomer.blocks)
             row.sampling, row.index = newcomer.sampling, newcomer.index
-            is_moved = (
-                row.owner is sequence and sequence.beams is not None
-            )  # it goes on in blocks that it has, or shares
+            is_moved = row.owner is sequence and sequence.is_search  # it goes on in blocks that it has, or shares
             row.owner = sequence
             if not is_moved and (sequence in starts or sequence not in plan.samples):  # siblings share what they have
                 self._spoil(row.blocks[starts.get(sequence, sequence.computed) // self.block_size :])

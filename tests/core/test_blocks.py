@@ -146,7 +146,7 @@ def test_check_finds_a_free_block_that_is_lost_or_listed_twice(harm: str) -> Non
         pool._free.pop()
     else:
         pool._free.append(pool._free[0])
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="no table holds"):
         pool.check([])
 
 

@@ -347,7 +347,7 @@ def test_an_engine_with_nothing_to_do_does_nothing(overlap: bool) -> None:
     assert not engine.has_work
 
 
-def test_an_overlapped_engine_has_work_until_its_last_step_has_come_back() -> None:
+def test_an_overlapped_engine_has_work_until_its_last_step_has_resume() -> None:
     scheduler = scheduler_of()
     engine, _ = engine_of(scheduler, overlap=True)
     engine.submit(request("a"))

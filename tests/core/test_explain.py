@@ -69,10 +69,10 @@ def test_one_that_no_step_has_seen_goes_next() -> None:
     assert (told.state, told.ahead, told.waiting, told.lanes, told.blocked_by) == ("waiting", 0, 1, 1, "")
     assert told.seconds == 0.5
     assert told.why == [
-        "It waits: it goes next, and 1 request waits in all.",
-        "Nothing is known to be in its way: the next step decides.",
-        "Policy fcfs: who came first goes first.",
-        "It came 0.50 s ago, with a prompt of 4 tokens.",
+        "It waits: it is next, and 1 request waits in all.",
+        "Nothing is known to block it: the next step may admit it.",
+        "Policy fcfs: requests are admitted in order of arrival.",
+        "It arrived 0.50 s ago, with a prompt of 4 tokens.",
     ]
 
 
@@ -87,7 +87,7 @@ def test_one_that_runs_says_how_far_it_has_come() -> None:
     told = standing(found, "a")
     assert (told.state, told.ahead, told.blocked_by) == ("running", None, "")
     assert (told.prompt_tokens, told.computed_tokens, told.generated_tokens) == (20, 21, 2)
-    assert told.why[0] == "It runs: 2 tokens of its answer came so far, and 3 may come at most."
+    assert told.why[0] == "It runs: its answer has 2 tokens so far, of 3 at most."
 
 
 def test_one_that_waits_for_a_seat_says_who_goes_before_it() -> None:
@@ -96,10 +96,12 @@ def test_one_that_waits_for_a_seat_says_who_goes_before_it() -> None:
         ask(found, name)
     step(found)
     assert [standing(found, name).ahead for name in "cde"] == [0, 1, 2]
-    assert standing(found, "e").blocked_by == "seats"
-    assert "It waits: 1 other goes before it, and 3 requests wait in all. All 2 seats are taken." in words(found, "d")
+    assert standing(found, "e").blocked_by == "rows"
+    assert "It waits: 1 other is before it, and 3 requests wait in all. All 2 rows of the batch are in use." in words(
+        found, "d"
+    )
     found.abort("a")
-    assert "All seats were taken when the last step was planned, and 1 seat became free since." in words(found, "d")
+    assert "All rows were in use when the last step was planned; 1 row became free since." in words(found, "d")
 
 
 def test_one_that_needs_several_seats_says_how_many() -> None:
@@ -107,9 +109,9 @@ def test_one_that_needs_several_seats_says_how_many() -> None:
     ask(found, "a", n=2)
     ask(found, "b", n=3)
     step(found)
-    assert "It needs 3 seats at once, and 2 of 4 are free." in words(found, "b")
+    assert "It needs 3 rows at once, and 2 of 4 are free." in words(found, "b")
     ask(found, "c")
-    assert "The first in line needs 3 seats at once" in words(found, "c")
+    assert "The next request needs 3 rows at once" in words(found, "c")
     told, count = explain(found, lambda request: request.id == "a", 0.0)
     assert [each.index for each in told] == [0, 1] and count == 2, "each of its answers has its own"
 
@@ -128,11 +130,11 @@ def test_one_that_waits_for_memory_says_how_much_it_needs_and_how_much_there_is(
     ask(found, "b", prompt=12)
     ask(found, "c")
     step(found)
-    assert "It needs 3 blocks of the KV cache: 3 are free, 1 of them kept for those who run." in words(found, "b")
-    assert "The first in line needs 3 blocks" in words(found, "c")
+    assert "It needs 3 KV blocks: 3 are free, 1 of them kept for running requests." in words(found, "b")
+    assert "The next request needs 3 KV blocks" in words(found, "c")
     assert standing(found, "c").blocked_by == "blocks"
     found.abort("a")
-    assert "It needs 3 blocks of the KV cache, which became free since the last step." in words(found, "b")
+    assert "It needs 3 KV blocks, which became free since the last step." in words(found, "b")
 
 
 def test_one_that_had_to_yield_says_so() -> None:
@@ -144,10 +146,10 @@ def test_one_that_had_to_yield_says_so() -> None:
     told = standing(found, "b")
     assert (told.state, told.preemptions) == ("waiting", 1)
     assert told.generated_tokens and not told.computed_tokens
-    assert "It had to yield to others 1 time, and kept its place." in told.why
+    assert "It was preempted 1 time, and kept its place in the queue." in told.why
     found.abort("a")
     step(found)
-    assert "may come at most. It had to yield" in words(found, "b"), "it runs again, and all is computed"
+    assert "at most. It was preempted" in words(found, "b"), "it runs again, and all is computed"
 
 
 def test_one_that_waits_for_tokens_says_how_many_a_step_holds() -> None:
@@ -155,7 +157,7 @@ def test_one_that_waits_for_tokens_says_how_many_a_step_holds() -> None:
     ask(found, "a", prompt=20)
     ask(found, "b")
     step(found)
-    assert "The last step was full: it holds up to 8 tokens, and those who run come first." in words(found, "b")
+    assert "The last step was full: it holds up to 8 tokens, and running requests come first." in words(found, "b")
     assert standing(found, "b").blocked_by == "tokens"
 
 
@@ -164,11 +166,11 @@ def test_one_that_waits_for_a_batch_says_what_the_batch_waits_for() -> None:
     ask(found, "a", arrival=0.0)
     ask(found, "b", arrival=0.0)
     step(found, now=0.5)
-    assert "The batch waits to be full: 2 of 3 are here." in words(found, "a", 0.5)
+    assert "The batch starts when it is full: 2 of 3 requests wait for it." in words(found, "a", 0.5)
     step(found, now=1.5)
     ask(found, "c", arrival=1.5)
     step(found, now=1.5)
-    assert "The batch is closed until all of it is done: 2 still run." in words(found, "c", 1.5)
+    assert "The batch admits no request until all of it has ended: 2 still run." in words(found, "c", 1.5)
     assert standing(found, "c").blocked_by == "gate"
 
 
@@ -181,7 +183,7 @@ def test_priority_tells_the_priority() -> None:
         ask(found, name, priority=priority)
     step(found)
     assert (standing(found, "high").ahead, standing(found, "low").ahead) == (0, 1)
-    assert "Policy priority: its priority is -1; higher goes first, and of equals who came first." in words(
+    assert "Policy priority: its priority is -1; higher priorities are admitted first, then by arrival." in words(
         found, "low"
     )
 
@@ -193,12 +195,14 @@ def test_shortest_first_tells_the_prediction_and_whether_it_is_trusted() -> None
     for name, answer in (("long", 20), ("short", 1)):
         ask(found, name, answer=answer)
     assert (standing(found, "short").ahead, standing(found, "long").ahead) == (0, 1)
-    said = "Policy sjf: its answer is predicted to have {}; the shortest goes first."
+    said = "Policy sjf: its answer is predicted to have {}; the shortest is admitted first."
     assert said.format("20 tokens") in words(found, "long")
     assert said.format("1 token") in words(found, "short")
     assert isinstance(found.predictor, Scored)
     found.predictor.is_trusted = False
-    assert "predicted lengths were worse than chance of late, so who came first goes first" in words(found, "long")
+    assert "predicted lengths have been worse than chance, so requests are admitted in order of arrival" in words(
+        found, "long"
+    )
 
 
 def test_bins_tell_the_prediction_and_count_only_their_own() -> None:
@@ -208,9 +212,9 @@ def test_bins_tell_the_prediction_and_count_only_their_own() -> None:
     step(found)
     assert standing(found, "long").ahead == 0
     assert standing(found, "c").ahead == 1
-    assert "It waits: it is behind 1 of the 2 in its lane, and 3 wait in 2 lanes that take turns." in words(found, "c")
+    assert "It waits: it is behind 1 of the 2 in its lane, and 3 wait in 2 lanes." in words(found, "c")
     assert "It waits: it is first of the 1 in its lane" in words(found, "long")
-    assert "its answer is predicted to have 2 tokens; it waits with those of similar length" in words(found, "c")
+    assert "its answer is predicted to have 2 tokens; it waits in the bin of similar lengths" in words(found, "c")
 
 
 def test_fair_tells_what_a_tenant_was_served_and_nobody_s_name() -> None:
@@ -220,8 +224,8 @@ def test_fair_tells_what_a_tenant_was_served_and_nobody_s_name() -> None:
     step(found)
     ask(found, "b0", prompt=4, tenant="bob", n=2)
     step(found)
-    said = "Policy fair: its tenant, with weight {}, was served {} tokens, {}; who was served least goes next."
-    assert said.format(2, 20, "no more than anybody who waits") in words(found, "a2")
+    said = "Policy fair: its tenant, with weight {}, was served {} tokens and {}; the tenant served least is admitted"
+    assert said.format(2, 20, "no waiting tenant fewer") in words(found, "a2")
     assert "alice" not in words(found, "b0") + words(found, "a2")
     assert standing(found, "b0").tenant == "bob"
 
@@ -234,7 +238,7 @@ def test_fair_tells_that_another_was_served_less() -> None:
     ask(found, "a1", tenant="alice", weight=1000.0)
     assert found.policy.service["alice"] == found.policy.service["bob"]  # type: ignore[attr-defined]
     found.policy.service["bob"] = 17.0  # type: ignore[attr-defined]
-    assert "was served 17 tokens, and another who waits 0; who was served least" in words(found, "b0")
+    assert "was served 17 tokens and another waiting tenant 0; the tenant served least" in words(found, "b0")
 
 
 def test_a_deadline_is_told_in_seconds_from_now() -> None:
@@ -244,11 +248,11 @@ def test_a_deadline_is_told_in_seconds_from_now() -> None:
     for name, deadline in (("never", None), ("late", 1.0), ("soon", 2.01), ("later", 3.0), ("first", 2.5)):
         ask(found, name, prompt=20 if name == "soon" else 4, deadline=deadline)
     now = 2.0085
-    aside = "it stands aside, and gets every eighth turn"
+    aside = "it waits in the second lane, from which every eighth request is admitted"
     assert f"Policy deadline: it has no deadline; {aside}." in words(found, "never", now)
     assert f"its first token was due 1.01 s ago; {aside}." in words(found, "late", now)
     assert f"its first token is due in 0.00 s, too soon for its prompt; {aside}." in words(found, "soon", now)
-    assert "its first token is due in 0.99 s; the earliest goes first." in words(found, "later", now)
+    assert "its first token is due in 0.99 s; the earliest deadline is admitted first." in words(found, "later", now)
     assert (standing(found, "first", now).ahead, standing(found, "later", now).ahead) == (0, 1)
 
 
@@ -261,7 +265,7 @@ def cached(found: Scheduler) -> list[Any]:
     nodes = [] if cache is None else [None if node is None else (node.chunk, node.passes) for node in cache._nodes]
     sequences = sorted([*found.running, *found.waiting], key=lambda each: (each.order, each.index))
     paths = [(each.prefix.key, [node.block for node in each.prefix.path], each.prefix.kept) for each in sequences]
-    return [nodes, paths, found.memory.is_behind, found.pool.free, found.pool.cached]
+    return [nodes, paths, found.memory.prefixes.has_new_tokens, found.pool.free, found.pool.cached]
 
 
 def history(policy: str, batching: str, caches: bool, asks: bool) -> list[Any]:

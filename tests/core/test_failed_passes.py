@@ -32,7 +32,7 @@ class Thrash(Policy):
     def lane(self, sequence: Sequence, now: float) -> Lane:
         return sequence.request.id
 
-    def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
+    def victim_for(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
         return running[-1] if running else None
 
 

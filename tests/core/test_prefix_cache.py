@@ -15,7 +15,8 @@ from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cost import Cost
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepResult
-from chairlift.core.policies import POLICIES, Knowledge
+from chairlift.core.policies import POLICIES
+from chairlift.core.policy import Knowledge
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.request import Request

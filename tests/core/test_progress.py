@@ -15,7 +15,7 @@ from device import FakeExecutor
 from fakes import VOCAB, ManualClock
 from world import Shape, World
 
-from chairlift.core.batching import GATES, Gate, Line
+from chairlift.core.batching import GATES, Gate, GateView
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
@@ -113,13 +113,13 @@ class Shut:
 
     closes = True
 
-    def is_open(self, line: Line, now: float) -> bool:
+    def is_open(self, view: GateView, now: float) -> bool:
         return False
 
     def close(self) -> None:
         pass
 
-    def pause(self, line: Line, now: float) -> float:
+    def pause(self, view: GateView, now: float) -> float:
         return 0.0
 
 

@@ -108,7 +108,9 @@ class WatchedScheduler(Scheduler):
         assert step.tokens <= limits.step_tokens, f"{step.tokens} tokens in a step of {limits.step_tokens}"
         assert len(running) <= limits.max_sequences, f"{len(running)} sequences in {limits.max_sequences} seats"
         for sequence in (*running, *self.waiting):
-            assert sequence.preemptions <= 3 or sequence.beams, f"{sequence} was preempted {sequence.preemptions} times"
+            assert sequence.preemptions <= 3 or sequence.is_search, (
+                f"{sequence} was preempted {sequence.preemptions} times"
+            )
         if self.is_fcfs and running and len(self.waiting):
             first = min(sequence.rank for sequence in self.waiting)
             assert running[-1].rank < first, f"{running[-1]} has overtaken one that waits"
@@ -139,7 +141,7 @@ class WatchedScheduler(Scheduler):
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         failing = live_requests_of(step)
         lost = {node.block for node in step.fresh}
-        plans, unsaved = self.memory.in_flight, {slot for _, slot in step.saved}
+        plans, unsaved = self.memory.prefixes.in_flight, {slot for _, slot in step.saved}
         lost |= {at for later in plans[plans.index(step) + 1 :] for slot, at in later.restored if slot in unsaved}
         failing |= {each.request.id for each in self.running if not lost.isdisjoint(each.table.blocks)}
         running = [sequence for sequence in self.running if sequence.request.id not in failing]
@@ -355,7 +357,7 @@ class World:
             sequence = event.sequence
             key = sequence.request.id, sequence.index
             record = self.live.get(sequence.request.id)
-            if sequence.beams is not None and (record is None or sequence.index >= len(record.answers)):
+            if sequence.is_search and (record is None or sequence.index >= len(record.answers)):
                 self.scheduler.yielded.discard(sequence)
                 continue  # one of more beams than there are answers ends with its request
             assert record is not None, f"{sequence} was heard of after its request's end"
@@ -386,7 +388,7 @@ class World:
         sequence, reason = event.sequence, event.finish_reason
         assert reason is not None
         assert sequence.phase is Phase.DONE
-        is_search = sequence.beams is not None
+        is_search = sequence.is_search
         received = record.received[sequence.index]
         assert sequence.output == record.answers[sequence.index][0][:received] or (is_search and not received)
         if sequence in self.scheduler.yielded:

@@ -63,7 +63,7 @@ def crowd(server: Running) -> Iterator[Running]:
     with ExitStack() as stack:
         for name, headers in (("first", ALICE), ("second", ALICE), ("bobs", BOB), ("alices", ALICE)):
             stack.enter_context(asking(server, headers, request_id=name))
-        server.wait_until(lambda: answers(explain(server, "alices"))[0]["blocked_by"] == "seats")
+        server.wait_until(lambda: answers(explain(server, "alices"))[0]["blocked_by"] == "rows")
         yield server
 
 
@@ -85,7 +85,7 @@ def test_one_that_waits_tells_why_and_who_goes_before_it(crowd: Running) -> None
     assert alices["why"][:3] == [
         "It waits: 1 other goes before it, and 2 requests wait in all.",
         "All 2 seats are taken.",
-        "Policy fcfs: who came first goes first.",
+        "Policy fcfs: requests are admitted in order of arrival.",
     ]
 
 
@@ -153,7 +153,7 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
     assert lines == [
         "It waits: 1 other goes before it, and 2 requests wait in all.",
         "All 2 seats are taken.",
-        "Policy fcfs: who came first goes first.",
+        "Policy fcfs: requests are admitted in order of arrival.",
     ]
     assert last.startswith("It came ") and last.endswith("s ago, with a prompt of 5 tokens.")
 
@@ -211,4 +211,4 @@ def test_any_http_process_answers_for_all(tiny_model: Path) -> None:
             for _ in range(4):  # whichever answers
                 assert server.metric("scheduling_info", policy="fair", batching="continuous") == 1
                 assert server.metric("tenant_service_tokens", tenant="") > 0
-                assert server.metric("num_requests_waiting_by_reason", reason="seats") == 0
+                assert server.metric("num_requests_waiting_by_reason", reason="rows") == 0

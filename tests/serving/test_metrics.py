@@ -124,12 +124,12 @@ def waiting(metrics: Metrics) -> dict[str, float]:
 def test_all_that_wait_wait_for_what_holds_up_the_first() -> None:
     metrics = Metrics("tiny")
     assert waiting(metrics) == {}
-    for reason, number in (("seats", 3), ("seats", 4), ("blocks", 5), ("tokens", 1), ("gate", 2)):
+    for reason, number in (("rows", 3), ("rows", 4), ("blocks", 5), ("tokens", 1), ("gate", 2)):
         metrics.engine(Stats(1, number, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by=reason))
         assert waiting(metrics) == {reason: number}
     metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0))
     assert waiting(metrics) == {"next_step": 2}, "no step has looked at them yet"
-    metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by="seats"))
+    metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by="rows"))
     metrics.engine_state(False)
     assert waiting(metrics) == {}
 

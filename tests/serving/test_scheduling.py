@@ -101,7 +101,7 @@ def test_a_higher_priority_goes_first(by_priority: Running) -> None:
                 crowd.join(name, priority=priority, path=CHAT if name == "high" else COMPLETION)
             waiting = {name: explained(server, name) for name in ("high", "also-high", "middle", "plain", "low")}
             assert [told and told["ahead"] for told in waiting.values()] == [0, 1, 2, 3, 4]
-            server.wait_until(lambda: server.metric("num_requests_waiting_by_reason", reason="seats") == 5)
+            server.wait_until(lambda: server.metric("num_requests_waiting_by_reason", reason="rows") == 5)
         assert crowd.wait() == list(waiting)
 
 
@@ -159,7 +159,7 @@ def test_the_earliest_deadline_goes_first_be_it_the_request_s_or_its_tenant_s(ti
             crowd.join("ten", key="sk-key-of-alice", ttft=10.5, path=CHAT)
             told = [explained(server, name) for name in ("ten", "alices", "thirty")]
             assert [each and each["ahead"] for each in told] == [0, 1, 2]
-            assert told[0] is not None and "s; the earliest goes first." in told[0]["why"][2]
+            assert told[0] is not None and "s; the earliest deadline is admitted first." in told[0]["why"][2]
             aside = explained(server, "never")
             assert aside is not None
             assert aside["lanes"] == 2 and "it has no deadline; it stands aside" in aside["why"][2]

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 from test_engine_client import order
 
-from chairlift.core.batching import Line
+from chairlift.core.batching import GateView
 from chairlift.core.blocks import BlockPool
 from chairlift.core.limits import Limits
 from chairlift.core.scheduler import Scheduler
@@ -28,13 +28,13 @@ class Shut:
 
     closes = True
 
-    def is_open(self, line: Line, now: float) -> bool:
+    def is_open(self, view: GateView, now: float) -> bool:
         return False
 
     def close(self) -> None:
         pass
 
-    def pause(self, line: Line, now: float) -> float:
+    def pause(self, view: GateView, now: float) -> float:
         return 0.0
 
 

@@ -9,7 +9,8 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import FixedBudget, LatencyBudget
 from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
-from chairlift.core.policies import POLICIES, Knowledge
+from chairlift.core.policies import POLICIES
+from chairlift.core.policy import Knowledge
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
 from chairlift.core.prefill import PREFILL_MODES

@@ -1,4 +1,4 @@
-"""When the batch takes new requests: an admission gate on the one scheduling loop."""
+"""Continuous, static and dynamic batching: an admission gate on the one scheduling loop."""
 
 from __future__ import annotations
 
@@ -7,84 +7,84 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 
-class Line(NamedTuple):
-    """What a gate sees of the batch and of those who wait for it."""
+class GateView(NamedTuple):
+    """The state of the batch and the queue that a gate decides on."""
 
-    running: int
-    waiting: int  # of those who may share a batch
-    seats: int  # in the whole batch
-    since: float  # when the first in line came
-    is_last: bool  # whether nobody else will come, or the first in line has been in a batch before
+    running: int  # sequences
+    waiting: int  # sequences that may share a batch
+    rows: int  # of the whole batch
+    since: float  # arrival of the request that is admitted next
+    is_last: bool  # whether no other request is expected, or the next one has been in a batch before
 
 
 class Gate(Protocol):
-    """Decides, before each step, whether waiting requests may join."""
+    """Decides, before each step, whether waiting requests may be admitted."""
 
-    closes: bool  # whether a batch that has begun takes nobody in until all of it is done
+    closes: bool  # whether a batch that has started admits no request until all of it has ended
 
-    def is_open(self, line: Line, now: float) -> bool:
-        """Whether to admit in this step."""
+    def is_open(self, view: GateView, now: float) -> bool:
+        """Whether to admit requests in this step."""
         ...
 
     def close(self) -> None:
-        """All that could join have: the batch stands."""
+        """Note that all requests that fit have been admitted."""
         ...
 
-    def pause(self, line: Line, now: float) -> float:
-        """With an empty batch and those who wait: seconds until it opens by itself."""
+    def pause(self, view: GateView, now: float) -> float:
+        """Return the seconds until it opens by itself, for an empty batch with waiting requests."""
         ...
 
 
 class Continuous:
-    """A free seat is taken at the very next step (iteration-level scheduling)."""
+    """Admit a waiting request in the step after a row is free (iteration-level scheduling)."""
 
     closes = False
 
-    def is_open(self, line: Line, now: float) -> bool:
-        """Always."""
+    def is_open(self, view: GateView, now: float) -> bool:
+        """Return True."""
         return True
 
     def close(self) -> None:
-        """It never is."""
+        """Do nothing: it is never closed."""
 
-    def pause(self, line: Line, now: float) -> float:
-        """None."""
+    def pause(self, view: GateView, now: float) -> float:
+        """Return 0: it is always open."""
         return 0.0
 
 
 class Static:
-    """A batch starts when it is full, or when the input has ended; then nobody joins until all of it is done."""
+    """Start a batch when it is full, or when the input has ended; admit no request until all of it has ended."""
 
     closes = True
 
     def __init__(self) -> None:
-        self._is_forming = False  # a large batch takes several steps to let everybody in
+        self._is_forming = False  # a large batch is admitted over several steps
 
-    def is_open(self, line: Line, now: float) -> bool:
-        """With an empty batch and enough who wait."""
-        if not line.running:
-            self._is_forming = self.pause(line, now) <= 0
+    def is_open(self, view: GateView, now: float) -> bool:
+        """Whether the batch is empty and enough requests wait, or it is still being filled."""
+        if not view.running:
+            self._is_forming = self.pause(view, now) <= 0
         return self._is_forming
 
     def close(self) -> None:
-        """The batch is complete."""
+        """Note that the batch is complete."""
         self._is_forming = False
 
-    def pause(self, line: Line, now: float) -> float:
-        """Only another request helps."""
-        return 0.0 if line.waiting >= line.seats or line.is_last else inf
+    def pause(self, view: GateView, now: float) -> float:
+        """Return 0 if the batch can start, else inf: only another request changes that."""
+        return 0.0 if view.waiting >= view.rows or view.is_last else inf
 
 
 class Dynamic(Static):
-    """A batch starts when it is full or its first request has waited for a while; then it is closed until done."""
+    """Start a batch when it is full or its first request has waited long enough; then admit none until it has ended."""
 
     def __init__(self, window: float) -> None:
         super().__init__()
         self._window = window
 
-    def pause(self, line: Line, now: float) -> float:
-        """What is left of the first one's window."""
-        return min(super().pause(line, now), max(0.0, line.since + self._window - now))
+    def pause(self, view: GateView, now: float) -> float:
+        """Return the rest of the first request's window."""
+        return min(super().pause(view, now), max(0.0, view.since + self._window - now))
 
 
 GATES: dict[str, Callable[[float], Gate]] = {

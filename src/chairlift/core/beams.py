@@ -1,11 +1,11 @@
-"""Beam search: the likeliest answers as a whole, of those that a few sequences side by side can reach.
+"""Beam search: the likeliest answers as a whole, among those that a fixed number of beams reaches.
 
-The sequences are forks of one prompt. In every round each offers its likeliest next tokens; the best of all offers go
-on, each as a fork of the sequence that it continues, and those that end are kept as answers. What is chosen, and when
-the search is over, is as in transformers, so that both give the same answers.
+Beams are forks of one prompt. In every round each beam has candidates, its likeliest next tokens. The best candidates
+of all beams are continued, each as a fork of its beam, and those that end are kept as answers. The choices and the end
+of the search are those of transformers, so that both give the same answers.
 
-Nothing is made or kept of an offer that is not chosen: the offers of all sequences are merged only as far as they are
-needed, which is twice the number of beams.
+Candidates that are not chosen cost nothing: those of all beams are merged only as far as needed, twice the number of
+beams.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from chairlift.core.plan import Candidates, Event, TokenLogprobs
-from chairlift.core.request import FinishReason, Request, Sequence
+from chairlift.core.plan import Event
+from chairlift.core.request import FinishReason, Group, Sequence
+from chairlift.core.step import Candidates, TokenLogprobs
 
 
 class Beam(NamedTuple):
@@ -46,11 +47,14 @@ class Beam(NamedTuple):
         return found[::-1]
 
 
-class Beams:
-    """The search for one request's answers."""
+class Beams(Group):
+    """The search for one request's answers: a group with one member for each beam."""
 
-    def __init__(self, request: Request, limit: int) -> None:
-        self.members: list[Sequence] = []  # one for each beam that goes on; all of the prompt's forks at first
+    is_search = True
+
+    def __init__(self, first: Sequence, limit: int) -> None:
+        super().__init__(first)
+        request = first.request
         self.finished: list[Beam] = []  # answers, the best first; their score takes their length into account
         self._params = request.params
         self._stops = request.stop_ids
@@ -66,7 +70,7 @@ class Beams:
         return len(self._offers) == len(self.members)
 
     def withdraw(self) -> None:
-        """The members yield: they will offer again."""
+        """Drop this round's candidates: the members are preempted, and compute them again."""
         self._offers.clear()
 
     def choose(self) -> list[Beam]:

@@ -1,7 +1,6 @@
-"""Why a request waits, or how far it has come: read from the scheduler, which stays as it was.
+"""Explain in words why a request waits, or what it has computed so far, without changing the scheduler.
 
-Nothing here calls what may move anything, such as the queue's `peek`, a policy's `choose` or a lookup that keeps what
-it finds: a question must not change what happens.
+So nothing here calls the queue's `peek`, a policy's `choose` or a prefix lookup that keeps its path.
 """
 
 from __future__ import annotations
@@ -9,31 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chairlift.core.policies import POLICIES, Deadline, Fair, LongestPrefix, MultiBin, Priority, ShortestFirst
-from chairlift.core.policy import Lane, Policy
+from chairlift.core.policy import Lane
 from chairlift.core.request import Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.words import counted
 
-MOST = 16  # answers of a request that are described
+MOST = 16  # described answers
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where one answer is, in numbers and in words."""
+    """The state of one answer, in numbers and in words."""
 
     tenant: str
     index: int  # which of the request's n answers
     state: str  # waiting or running
-    ahead: int | None  # how many go before it in its lane; None when it runs
-    lanes: int  # in which somebody waits
+    ahead: int | None  # sequences before it in its lane; None when it runs
+    lanes: int  # with waiting sequences
     waiting: int  # in all lanes
-    blocked_by: str  # what keeps the first in line out, as the scheduler calls it
+    blocked_by: str  # what keeps the next request out: rows, blocks, tokens or gate
     prompt_tokens: int
     computed_tokens: int
     generated_tokens: int
     preemptions: int
-    seconds: float  # since it came
+    seconds: float  # since its arrival
     why: list[str]  # sentences
 
 
@@ -41,7 +39,7 @@ Lanes = dict[Lane, list[Sequence]]
 
 
 def explain(scheduler: Scheduler, is_asked: Callable[[Request], bool], now: float) -> tuple[list[Standing], int]:
-    """The answers under way of the requests that are asked about, the oldest first, and how many there are in all."""
+    """Describe the live answers of the requests that are asked about, the oldest first; also return their number."""
     found = [each for each in (*scheduler.running, *scheduler.waiting) if is_asked(each.request)]
     found.sort(key=lambda each: (each.order, each.index))
     lanes: Lanes = {}
@@ -56,19 +54,19 @@ def _describe(scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float
     if is_waiting:
         own = lanes[scheduler.policy.lane(sequence, now)]
         ahead = sum(each.rank < sequence.rank for each in own)
-        # Whose turn it is among several lanes, only the policy's own `choose` could tell.
+        # Which of several lanes is next, only the policy's `choose` could tell.
         first = min(own, key=lambda each: each.rank) if len(lanes) == 1 else None
         why = [
             _place(ahead, len(own), len(lanes), len(scheduler.waiting)),
             _obstacle(scheduler, sequence, first),
-            f"Policy {_name(scheduler.policy)}: {_order(scheduler, sequence, now)}.",
+            f"Policy {scheduler.policy.name}: {scheduler.policy.explain(sequence, scheduler.waiting, now)}.",
         ]
     else:
         why = [_progress(sequence)]
     if sequence.preemptions:
-        why.append(f"It had to yield to others {counted(sequence.preemptions, 'time')}, and kept its place.")
+        why.append(f"It was preempted {counted(sequence.preemptions, 'time')}, and kept its place in the queue.")
     seconds = now - sequence.request.arrival
-    why.append(f"It came {seconds:.2f} s ago, with a prompt of {counted(sequence.prompt_length, 'token')}.")
+    why.append(f"It arrived {seconds:.2f} s ago, with a prompt of {counted(sequence.prompt_length, 'token')}.")
     return Standing(
         tenant=sequence.request.tenant,
         index=sequence.index,
@@ -92,126 +90,50 @@ def _progress(sequence: Sequence) -> str:
         again = " again" if came else ""
         return f"It runs: {sequence.computed:,} of {counted(known, 'token')} are computed{again}."
     most = sequence.limit - sequence.prompt_length
-    return f"It runs: {counted(came, 'token')} of its answer came so far, and {most:,} may come at most."
+    return f"It runs: its answer has {counted(came, 'token')} so far, of {most:,} at most."
 
 
 def _place(ahead: int, in_lane: int, lanes: int, waiting: int) -> str:
     if lanes > 1:
         where = f"is behind {ahead:,}" if ahead else "is first"
-        all_wait = f"{waiting:,} wait in {lanes} lanes that take turns"
-        return f"It waits: it {where} of the {in_lane:,} in its lane, and {all_wait}."
-    where = f"{counted(ahead, 'other')} {'goes' if ahead == 1 else 'go'} before it" if ahead else "it goes next"
+        return f"It waits: it {where} of the {in_lane:,} in its lane, and {waiting:,} wait in {lanes} lanes."
+    where = f"{counted(ahead, 'other')} {'is' if ahead == 1 else 'are'} before it" if ahead else "it is next"
     return f"It waits: {where}, and {counted(waiting, 'request')} {'waits' if waiting == 1 else 'wait'} in all."
 
 
-# ---- what keeps the first in line out
+# ---- what keeps the next request out
 
 
 def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) -> str:
-    who = "It" if first is sequence else "The first in line"
-    running, seats = scheduler.running, scheduler.limits.max_sequences
+    subject = "It" if first is sequence else "The next request"
+    running, rows = scheduler.running, scheduler.limits.max_sequences
     match scheduler.blocked_by:
-        case "seats":
-            free = seats - sum(each.seats for each in running)
+        case "rows":
+            free = scheduler.batch.free_rows
             if not free:
-                return f"All {counted(seats, 'seat')} are taken."
-            if first is not None and first.seats > free:
-                return f"{who} needs {counted(first.seats, 'seat')} at once, and {free:,} of {seats:,} are free."
-            return (
-                f"All seats were taken when the last step was planned, and {counted(free, 'seat')} became free since."
-            )
+                return f"All {counted(rows, 'row')} of the batch are in use."
+            if first is not None and first.group.rows > free:
+                return f"{subject} needs {counted(first.group.rows, 'row')} at once, and {free:,} of {rows:,} are free."
+            return f"All rows were in use when the last step was planned; {counted(free, 'row')} became free since."
         case "blocks":
-            memory = scheduler.memory
-            free, kept = scheduler.pool.available, memory.watermark.blocks
+            admission = scheduler.admission
+            free, kept = scheduler.pool.available, admission.watermark.blocks
             if first is None:
-                return f"The KV cache is too full for whose turn it is: {_free_blocks(free, kept)}."
-            path = memory.look_up(first)
-            needs = memory.needs(first, path)
-            if memory.has_room(first, not running, path):
-                return f"{who} needs {counted(needs, 'block')} of the KV cache, which became free since the last step."
-            return f"{who} needs {counted(needs, 'block')} of the KV cache: {_free_blocks(free, kept)}."
+                return f"The KV cache is too full for the next request: {_free_blocks(free, kept)}."
+            path = scheduler.memory.prefixes.look_up(first)
+            needs = admission.needs(first, path)
+            if admission.has_room(first, not running, path):
+                return f"{subject} needs {counted(needs, 'KV block')}, which became free since the last step."
+            return f"{subject} needs {counted(needs, 'KV block')}: {_free_blocks(free, kept)}."
         case "tokens":
             most = scheduler.prefill.step_tokens
-            return f"The last step was full: it holds up to {counted(most, 'token')}, and those who run come first."
+            return f"The last step was full: it holds up to {counted(most, 'token')}, and running requests come first."
         case "gate" if running:
-            return f"The batch is closed until all of it is done: {len(running):,} still run."
+            return f"The batch admits no request until all of it has ended: {len(running):,} still run."
         case "gate":
-            return f"The batch waits to be full: {len(scheduler.waiting):,} of {seats:,} are here."
-    return "Nothing is known to be in its way: the next step decides."
+            return f"The batch starts when it is full: {len(scheduler.waiting):,} of {rows:,} requests wait for it."
+    return "Nothing is known to block it: the next step may admit it."
 
 
 def _free_blocks(free: int, kept: int) -> str:
-    return f"{free:,} are free, {min(kept, free):,} of them kept for those who run"
-
-
-# ---- how its policy orders it
-
-
-def _order(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    return _ORDERS.get(type(scheduler.policy), _by_arrival)(scheduler, sequence, now)
-
-
-def _by_arrival(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    return "who came first goes first"
-
-
-def _by_priority(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    return f"its priority is {sequence.request.priority}; higher goes first, and of equals who came first"
-
-
-def _by_length(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    if not scheduler.predictor.is_trusted:
-        return "predicted lengths were worse than chance of late, so who came first goes first"
-    return f"its answer is predicted to have {counted(sequence.expected, 'token')}; the shortest goes first"
-
-
-def _by_bin(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    return (
-        f"its answer is predicted to have {counted(sequence.expected, 'token')}; it waits with those of similar "
-        "length, in order of arrival"
-    )
-
-
-def _by_service(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    assert isinstance(scheduler.policy, Fair)
-    service, request = scheduler.policy.service, sequence.request
-    own, least = service[request.tenant], min(service[each.request.tenant] for each in scheduler.waiting)
-    others = f"and another who waits {least:,.0f}" if least < own else "no more than anybody who waits"
-    return (
-        f"its tenant, with weight {request.weight:g}, was served {counted(round(own), 'token')}, {others}; "
-        "who was served least goes next"
-    )
-
-
-def _by_deadline(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    deadline = sequence.request.deadline
-    aside = "it stands aside, and gets every eighth turn"
-    if deadline is None:
-        return f"it has no deadline; {aside}"
-    if now > deadline:
-        return f"its first token was due {now - deadline:.2f} s ago; {aside}"
-    due = f"its first token is due in {deadline - now:.2f} s"
-    if scheduler.policy.lane(sequence, now):
-        return f"{due}, too soon for its prompt; {aside}"
-    return f"{due}; the earliest goes first"
-
-
-def _by_prefix(scheduler: Scheduler, sequence: Sequence, now: float) -> str:
-    found = scheduler.memory.known(sequence, scheduler.memory.look_up(sequence))
-    return (
-        f"{counted(found, 'token')} of it {'is' if found == 1 else 'are'} in the prefix cache; who has most goes first"
-    )
-
-
-_ORDERS: dict[type[Policy], Callable[[Scheduler, Sequence, float], str]] = {
-    Priority: _by_priority,
-    ShortestFirst: _by_length,
-    MultiBin: _by_bin,
-    Fair: _by_service,
-    Deadline: _by_deadline,
-    LongestPrefix: _by_prefix,
-}
-
-
-def _name(policy: Policy) -> str:
-    return next((name for name, kind in POLICIES.items() if type(policy) is kind), "fcfs")
+    return f"{free:,} are free, {min(kept, free):,} of them kept for running requests"

@@ -1,66 +1,57 @@
-"""Who goes next, who yields: the policies a user can choose, each a few rules on top of first come, first served."""
+"""The scheduling policies that a user can choose: each is one class, a few rules on top of first come, first served."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from math import log2
 
-from chairlift.core.cost import Cost
-from chairlift.core.policy import Lane, Policy
-from chairlift.core.predictor import Predictor
+from chairlift.core.policy import Knowledge, Lane, Policy
 from chairlift.core.request import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Knowledge:
-    """What a policy may be built on."""
-
-    predictor: Predictor
-    cost: Cost
-    seats: int
-    aging: float | None = None  # what a second of waiting is worth; None: the policy's own
+from chairlift.core.words import counted
 
 
 class Fcfs(Policy):
-    """First come, first served: the oldest goes first, the youngest yields; nobody starves."""
+    """First come, first served: the oldest is admitted first, the youngest is preempted; no request starves."""
 
     is_in_order = True
 
-    def __init__(self, known: Knowledge | None = None) -> None:
-        pass
-
 
 class Priority(Policy):
-    """Higher priority first, and at once: a lower one yields its seat. Strict: low ones starve unless they age.
+    """Higher priority first, and at once: lower ones are preempted. Without aging, low priorities starve.
 
-    With aging, every second of waiting counts as so many levels in the queue, though never to take a seat from anybody.
+    With aging, every second of waiting raises a request by so many levels in the queue, but never preempts another.
     """
 
+    name = "priority"
     is_preemptive = True
 
     def __init__(self, known: Knowledge) -> None:
         self._aging = known.aging or 0.0
 
     def key(self, sequence: Sequence) -> float:
-        """All age at one rate, so that the order of two never changes: what counts is who came when."""
+        """All requests age at one rate, so the order of two never changes: only their arrivals count."""
         return self._aging * sequence.request.arrival - sequence.request.priority
 
-    def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
-        """The last in the batch, if its priority is lower and its age does not make up for that."""
+    def victim_for(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
+        """Return the last in the batch, if its priority is lower and its age does not make up for that."""
         if not running or running[-1].rank < newcomer.rank:
             return None
         return running[-1] if running[-1].request.priority < newcomer.request.priority else None
+
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return its priority."""
+        return f"its priority is {sequence.request.priority}; higher priorities are admitted first, then by arrival"
 
 
 class ShortestFirst(Policy):
     """The shortest predicted answer first. Aging bounds the wait: one second is worth one predicted token.
 
-    So a request of p tokens is overtaken only by those that come within p seconds of it. Where predictions have shown
-    to be worse than chance, arrival alone counts.
+    So a request of p tokens is overtaken only by requests that arrive within p seconds after it. While predictions are
+    worse than chance, only arrival counts.
     """
 
+    name = "sjf"
     needs_lengths = True
 
     def __init__(self, known: Knowledge) -> None:
@@ -68,17 +59,28 @@ class ShortestFirst(Policy):
         self._aging = 1.0 if known.aging is None else known.aging
 
     def key(self, sequence: Sequence) -> float:
-        """The predicted length and what waiting is worth."""
+        """Return the predicted length, and the arrival times what a second of waiting is worth."""
         expected = sequence.expected if self._predictor.is_trusted else 0
         return expected + self._aging * sequence.request.arrival
 
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return its predicted length."""
+        if not self._predictor.is_trusted:
+            return "predicted lengths have been worse than chance, so requests are admitted in order of arrival"
+        return f"its answer is predicted to have {counted(sequence.expected, 'token')}; the shortest is admitted first"
+
+    def stats(self) -> dict[str, float]:
+        """Whether predicted lengths are used."""
+        return {"predictions_trusted": float(self._predictor.is_trusted)}
+
 
 class MultiBin(Policy):
-    """Bins of similar predicted lengths, each first come, first served; they take turns, so nobody starves.
+    """Bins of similar predicted lengths, each first come, first served, admitted from in rotation: no request starves.
 
-    A batch that closes is drawn from one bin, so that its members end at about the same time.
+    A closed batch is admitted from one bin, so that its members end at about the same time.
     """
 
+    name = "multibin"
     needs_lengths = True
     fills_by_lane = True
 
@@ -86,77 +88,89 @@ class MultiBin(Policy):
         self._served: Counter[Lane] = Counter()
 
     def lane(self, sequence: Sequence, now: float) -> Lane:
-        """Doubling lengths."""
+        """Return the bin: each has twice the length of the one before."""
         return round(log2(max(1, sequence.expected)))
 
     def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
-        """The bin whose turn it is: the one served least since it last stood empty."""
-        for gone in self._served.keys() - heads.keys():
-            del self._served[gone]
+        """Return the bin that was served least since it was last empty."""
+        for emptied in self._served.keys() - heads.keys():
+            del self._served[emptied]
         least = min(self._served.values(), default=0)
-        for come in heads.keys() - self._served.keys():
-            self._served[come] = least
+        for filled in heads.keys() - self._served.keys():
+            self._served[filled] = least
         return min(heads, key=lambda lane: (self._served[lane], heads[lane].order))
 
-    def seated(self, sequence: Sequence) -> None:
-        """Its bin has had a turn."""
+    def started(self, sequence: Sequence) -> None:
+        """Count for its bin."""
         self._served[self.lane(sequence, 0.0)] += 1
+
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return its predicted length."""
+        return (
+            f"its answer is predicted to have {counted(sequence.expected, 'token')}; it waits in the bin of similar "
+            "lengths, in order of arrival"
+        )
+
+    def stats(self) -> dict[str, float]:
+        """The number of bins with waiting requests, as last seen."""
+        return {"bins": float(len(self._served))}
 
 
 class Fair(Policy):
-    """Equal service to tenants, by weight, in prompt tokens and (twice as dear) answer tokens: a virtual token counter.
+    """Equal service to tenants, by weight: a virtual counter of prompt tokens and answer tokens, which count double.
 
-    The tenant served least goes next, and one below its share of the seats takes one from the tenant most above: so a
-    flood by one costs the others almost nothing. A tenant that returns from idleness is owed nothing for the time away:
-    it starts level with the least served, unless it was served more, which it still owes. Nobody starves: whoever waits
-    is served least in the end.
+    The tenant served least is admitted next, and a tenant below its share of the rows preempts the tenant most above
+    its own: so a flood by one tenant costs the others almost nothing. Idle time earns nothing: a tenant that returns
+    starts level with the least served, or with its own service if that is more. No request starves: the service of
+    every other tenant grows until the waiting one is served least.
     """
 
+    name = "fair"
     needs_lengths = True
     is_preemptive = True
-    _ANSWER = 2.0  # what a token of an answer counts against one of a prompt, which many share a pass with
+    _ANSWER = 2.0  # prompt tokens that an answer token counts as: a prompt's share one forward pass
 
     def __init__(self, known: Knowledge) -> None:
-        self._all_seats = known.seats
-        self.service: dict[str, float] = {}  # of the tenants that have requests here
-        self._live: Counter[str] = Counter()
-        self._seats: Counter[str] = Counter()
+        self._max_rows = known.max_sequences
+        self.service: dict[str, float] = {}  # of the tenants with live requests
+        self._live: Counter[str] = Counter()  # sequences
+        self._rows: Counter[str] = Counter()
         self._weights: dict[str, float] = {}
         self._paid: dict[Sequence, int] = {}  # the answer tokens that each sequence has been charged for
-        self._idle: dict[str, float] = {}  # the service of tenants that have no requests here and were served more
-        self._level = 0.0  # what the last tenant here was served, while there is none
+        self._idle: dict[str, float] = {}  # of tenants without live requests that were served more than the others
+        self._level = 0.0  # the service of the tenant that was last to have live requests
 
     def lane(self, sequence: Sequence, now: float) -> Lane:
-        """One a tenant."""
+        """Return the tenant."""
         return sequence.request.tenant
 
     def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
-        """The tenant served least; of equals, one that has fewer seats."""
-        return min(heads, key=lambda tenant: (self.service[str(tenant)], self._seats[str(tenant)], heads[tenant].order))
+        """Return the tenant served least; of equals, the one with fewer rows."""
+        return min(heads, key=lambda tenant: (self.service[str(tenant)], self._rows[str(tenant)], heads[tenant].order))
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
-        """The last of the tenant that is most above its share."""
+        """Return the last sequence of the tenant that is most above its share of rows."""
         excess = {tenant: self._excess(tenant) for tenant in {each.request.tenant for each in candidates}}
         return max(candidates, key=lambda each: (excess[each.request.tenant], each.rank))
 
-    def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
-        """The last of the tenant most above its share, while the newcomer's would not be above its own."""
-        if not running or self._excess(newcomer.request.tenant) + newcomer.seats > 0:
+    def victim_for(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
+        """Return the last sequence of the tenant most above its share, unless the newcomer's would be above its own."""
+        if not running or self._excess(newcomer.request.tenant) + newcomer.group.rows > 0:
             return None
         found = self.victim(running)
         return found if self._excess(found.request.tenant) > 0 else None
 
     def arrange(self, prompts: list[Sequence]) -> list[Sequence]:
-        """The tenant served least first."""
+        """Return the prompts of the tenants served least first."""
         return sorted(prompts, key=lambda each: self.service[each.request.tenant])
 
     def _excess(self, tenant: str) -> float:
-        """Seats above the share; negative below it."""
-        share = self._all_seats * self._weights[tenant] / sum(self._weights.values())
-        return self._seats[tenant] - share
+        """Return a tenant's rows above its share; negative below it."""
+        share = self._max_rows * self._weights[tenant] / sum(self._weights.values())
+        return self._rows[tenant] - share
 
     def arrived(self, sequence: Sequence) -> None:
-        """A tenant that was away starts level, or owes what it owed."""
+        """Start a tenant without live requests level with the least served, or with its own service if that is more."""
         request = sequence.request
         if not self._live[request.tenant]:
             level = min(self.service.values(), default=self._level)
@@ -164,101 +178,136 @@ class Fair(Policy):
         self._weights[request.tenant] = request.weight
         self._live[request.tenant] += 1
 
-    def seated(self, sequence: Sequence) -> None:
-        """Pay in advance for what is to be computed and what is expected to be answered.
+    def started(self, sequence: Sequence) -> None:
+        """Charge the prompt's uncached tokens and the predicted answer in advance.
 
-        Once: what is computed again after a preemption was charged when the sequence first had a seat.
+        A preempted sequence is not charged again for what it recomputes.
         """
-        self._seats[sequence.request.tenant] += 1
+        self._rows[sequence.request.tenant] += 1
         if sequence not in self._paid and sequence.index == 0:
             self._charge(sequence, len(sequence.tokens) - sequence.computed)
         self._settle(sequence, max(sequence.expected, len(sequence.tokens) - sequence.prompt_length))
 
-    def unseated(self, sequence: Sequence) -> None:
-        """Settle the difference between what was expected and what it was."""
-        self._seats[sequence.request.tenant] -= 1
+    def stopped(self, sequence: Sequence) -> None:
+        """Settle the difference between the predicted answer and the real one."""
+        self._rows[sequence.request.tenant] -= 1
         self._settle(sequence, len(sequence.tokens) - sequence.prompt_length)
 
     def ended(self, sequence: Sequence) -> None:
-        """With its last sequence a tenant is idle: its service is kept until the others have been served as much."""
+        """Keep the service of a tenant without live requests until the others have been served as much."""
         tenant = sequence.request.tenant
         self._paid.pop(sequence, None)
         self._live[tenant] -= 1
         if self._live[tenant]:
             return
         self._idle[tenant] = self._level = self.service.pop(tenant)
-        for account in (self._live, self._seats, self._weights):
+        for account in (self._live, self._rows, self._weights):
             account.pop(tenant, None)
         level = min(self.service.values(), default=self._level)
         self._idle = {name: served for name, served in self._idle.items() if served > level}
 
     def _settle(self, sequence: Sequence, answered: int) -> None:
-        """Charge, or refund, the tokens of the answer that make it so many in all."""
+        """Charge or refund answer tokens, so that `answered` have been charged in all."""
         self._charge(sequence, self._ANSWER * (answered - self._paid.get(sequence, 0)))
         self._paid[sequence] = answered
 
     def _charge(self, sequence: Sequence, tokens: float) -> None:
         self.service[sequence.request.tenant] += tokens / sequence.request.weight
 
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return what its tenant was served, and the least of the other waiting tenants."""
+        request = sequence.request
+        own, least = self.service[request.tenant], min(self.service[each.request.tenant] for each in waiting)
+        others = f"another waiting tenant {least:,.0f}" if least < own else "no waiting tenant fewer"
+        return (
+            f"its tenant, with weight {request.weight:g}, was served {counted(round(own), 'token')} and {others}; "
+            "the tenant served least is admitted next"
+        )
+
+    def stats(self) -> dict[str, float]:
+        """The live tenants, and the difference in service between the most and the least served."""
+        served = self.service.values()
+        return {
+            "tenants": float(len(served)),
+            "service_gap_tokens": max(served, default=0.0) - min(served, default=0.0),
+        }
+
 
 class Deadline(Policy):
-    """The earliest deadline of a first token goes first; those that cannot make it any more stand aside.
+    """The earliest deadline of a first token first; requests that cannot meet theirs any more go to a second lane.
 
-    After seven in a row that are in time, the next is one of those aside, or one without a deadline, so that nobody
-    starves.
+    After seven admissions in a row from the first lane, the next is from the second, which also holds the requests
+    without a deadline: so no request starves.
     """
 
+    name = "deadline"
     _IN_A_ROW = 7
 
     def __init__(self, known: Knowledge) -> None:
         self._cost = known.cost
-        self._in_a_row = 0  # requests in time that were admitted since one of those aside was
-        self._is_aside = False  # whether the one chosen last is one of those aside
+        self._in_a_row = 0  # admissions from the first lane since one from the second
+        self._is_late = False  # whether the last choice was the second lane
 
     def key(self, sequence: Sequence) -> float:
-        """The deadline, or the arrival of who has none: both are moments on one clock."""
+        """Return the deadline, or the arrival of a request without one: both are times on one clock."""
         request = sequence.request
         return request.arrival if request.deadline is None else request.deadline
 
     def lane(self, sequence: Sequence, now: float) -> Lane:
-        """Whether it can still make it (the lane False goes first)."""
+        """Return whether it cannot meet its deadline any more, or has none: the second lane is True."""
         deadline = sequence.request.deadline
         return deadline is None or now + self._cost.prompt_seconds(len(sequence.tokens)) > deadline
 
     def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
-        """Those in time, unless there have been too many in a row."""
-        self._is_aside = False not in heads or (True in heads and self._in_a_row >= self._IN_A_ROW)
-        return self._is_aside
+        """Return the first lane, unless there have been too many admissions in a row from it."""
+        self._is_late = False not in heads or (True in heads and self._in_a_row >= self._IN_A_ROW)
+        return self._is_late
 
-    def seated(self, sequence: Sequence) -> None:
-        """A turn was taken: one for all siblings."""
+    def started(self, sequence: Sequence) -> None:
+        """Count the admission, once for all siblings."""
         if sequence.index == 0:
-            self._in_a_row = 0 if self._is_aside else self._in_a_row + 1
+            self._in_a_row = 0 if self._is_late else self._in_a_row + 1
+
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return when its first token is due, and whether that can be met."""
+        deadline = sequence.request.deadline
+        second = "it waits in the second lane, from which every eighth request is admitted"
+        if deadline is None:
+            return f"it has no deadline; {second}"
+        if now > deadline:
+            return f"its first token was due {now - deadline:.2f} s ago; {second}"
+        due = f"its first token is due in {deadline - now:.2f} s"
+        if self.lane(sequence, now):
+            return f"{due}, too soon for its prompt; {second}"
+        return f"{due}; the earliest deadline is admitted first"
 
 
 class LongestPrefix(Policy):
-    """Who has the most of its prompt in the prefix cache goes first, so that it is used before it has to make room.
+    """The request with the most cached prompt tokens first, so that cached blocks are used before they are evicted.
 
-    Aging bounds the wait: one second is worth 1,000 tokens found, so a request is overtaken only by those that find so
-    much more than it as they came later.
+    Aging bounds the wait: one second is worth 1,000 cached tokens, so a request is overtaken by one that arrived t
+    seconds later only if that one has 1,000 t more tokens in the cache.
     """
 
+    name = "longest-prefix"
     reads_cache = True
 
     def __init__(self, known: Knowledge) -> None:
         self._aging = 1000.0 if known.aging is None else known.aging
 
     def key(self, sequence: Sequence) -> float:
-        """What need not be computed, and what waiting is worth."""
+        """Return the arrival times what a second of waiting is worth, less the cached tokens."""
         return self._aging * sequence.request.arrival - self.cached(sequence)
 
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return its cached tokens."""
+        found = self.peek_cached(sequence)
+        verb = "is" if found == 1 else "are"
+        return (
+            f"{counted(found, 'token')} of it {verb} in the prefix cache; the request with the most is admitted first"
+        )
 
-POLICIES: dict[str, Callable[[Knowledge], Policy]] = {
-    "fcfs": Fcfs,
-    "priority": Priority,
-    "sjf": ShortestFirst,
-    "multibin": MultiBin,
-    "fair": Fair,
-    "deadline": Deadline,
-    "longest-prefix": LongestPrefix,
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Fcfs, Priority, ShortestFirst, MultiBin, Fair, Deadline, LongestPrefix)
 }

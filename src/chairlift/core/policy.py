@@ -1,67 +1,95 @@
-"""The seam for who goes next and who yields: a key, a lane, a victim rule. The policies are in policies.py."""
+"""The seam for scheduling policies: admission order, lanes, and the victims of preemption. policies.py has them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 
+from chairlift.core.cost import Cost
+from chairlift.core.predictor import Predictor
 from chairlift.core.request import Sequence
 
 Lane = Hashable
 
 
-def _nothing(sequence: Sequence) -> int:
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """The parts and settings that a policy may be built on."""
+
+    predictor: Predictor
+    cost: Cost
+    max_sequences: int
+    aging: float | None = None  # what a second of waiting is worth; None: the policy's own default
+
+
+def _none(sequence: Sequence) -> int:
     return 0
 
 
 class Policy:
-    """First come, first served, and the rules that other policies change.
+    """First come, first served, and the methods that other policies override.
 
-    Those who wait stand in lanes, most policies have one; in a lane the smallest key goes first, and of equals who came
-    first.
+    Waiting sequences are in lanes; most policies have one. In a lane the smallest key is admitted first, and of equal
+    keys the one that arrived first.
     """
 
-    is_in_order = False  # whether who comes later never goes before who waits already
+    name = "fcfs"
+    is_in_order = False  # whether a later request is never admitted before an earlier one
     needs_lengths = False  # whether it reads `sequence.expected`
-    reads_cache = False  # whether its keys change with what is in the prefix cache
-    is_preemptive = False  # whether those who run may have to yield to one who waits
-    fills_by_lane = False  # whether a batch that closes is made of one lane
+    reads_cache = False  # whether its keys change with the content of the prefix cache
+    is_preemptive = False  # whether running sequences may be preempted for a waiting one
+    fills_by_lane = False  # whether a closed batch (static, dynamic) is made of one lane
+
+    def __init__(self, known: Knowledge | None = None) -> None:
+        """Read the parts and settings that it needs."""
 
     def key(self, sequence: Sequence) -> float:
-        """Its place in its lane and in the batch, asked once when it joins the queue."""
+        """Return its sort key in its lane and in the batch; called once when it is queued."""
         return 0.0
 
     def lane(self, sequence: Sequence, now: float) -> Lane:
-        """Where it waits; asked again when it is first there, so that it may have to change."""
+        """Return its lane; called again when it is first there, so it may have to change."""
         return None
 
     def choose(self, heads: Mapping[Lane, Sequence], now: float) -> Lane:
-        """The lane whose first goes next; there is at least one."""
+        """Return the lane to admit from next, of those given with their first sequence; there is at least one."""
         return next(iter(heads))
 
     def victim(self, candidates: list[Sequence]) -> Sequence:
-        """Who gives up its blocks when memory is short; `candidates` is never empty and in the order of keys."""
+        """Return the sequence to preempt when memory is short; `candidates` is not empty and in rank order."""
         return candidates[-1]
 
-    def yields_to(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
-        """Who gives up its seat and blocks to one who waits and does not fit, if anybody; `running` is in order."""
+    def victim_for(self, newcomer: Sequence, running: list[Sequence]) -> Sequence | None:
+        """Return the sequence to preempt for a waiting one that does not fit, if any; `running` is in rank order."""
         return None
 
     def arrange(self, prompts: list[Sequence]) -> list[Sequence]:
-        """In which order prompts under way share what the decodes leave of a step; they come in the order of keys."""
+        """Return the order in which prompts in prefill get the tokens that decodes leave; they come in rank order."""
         return prompts
 
-    # ---- what it may want to know
+    # ---- what it shows
 
-    cached: Callable[[Sequence], int] = staticmethod(_nothing)  # tokens of one who waits that are in the prefix cache
+    def explain(self, sequence: Sequence, waiting: Iterable[Sequence], now: float) -> str:
+        """Return in words where a waiting sequence is in the order, and why. This must not change anything."""
+        return "requests are admitted in order of arrival"
+
+    def stats(self) -> dict[str, float]:
+        """Return numbers of its own to show beside the engine's metrics, by name."""
+        return {}
+
+    # ---- what it may read and is told
+
+    cached: Callable[[Sequence], int] = staticmethod(_none)  # tokens of a waiting sequence in the prefix cache
+    peek_cached: Callable[[Sequence], int] = staticmethod(_none)  # the same without keeping the path: for `explain`
 
     def arrived(self, sequence: Sequence) -> None:
-        """It waits for the first time."""
+        """Note that it is queued for the first time."""
 
-    def seated(self, sequence: Sequence) -> None:
-        """It has a seat in the batch."""
+    def started(self, sequence: Sequence) -> None:
+        """Note that it is in the batch."""
 
-    def unseated(self, sequence: Sequence) -> None:
-        """It has lost its seat: it has ended, or yielded."""
+    def stopped(self, sequence: Sequence) -> None:
+        """Note that it is not in the batch any more: it has ended, or it was preempted."""
 
     def ended(self, sequence: Sequence) -> None:
-        """It is gone; after `unseated`, if it had a seat."""
+        """Note that it has ended; after `stopped`, if it was in the batch."""

@@ -1,4 +1,4 @@
-"""How a sequence that must yield gives up its blocks, and what it costs to come back."""
+"""How a preempted sequence gets its KV back: recompute it, or swap it to host memory."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ class Preemption(Protocol):
     """Frees a running sequence's blocks so that it can run again later."""
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
-        """Release the blocks and set `computed` to what survives; the blocks to save in host memory."""
+        """Free its blocks and set `computed` to the tokens whose KV is kept; return the blocks to swap out."""
         ...
 
-    def come_back(self, sequence: Sequence) -> Moves:
-        """It has blocks again: those to bring back from host memory."""
+    def resume(self, sequence: Sequence) -> Moves:
+        """Return the blocks to swap in, for a sequence that has been allocated blocks again."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Whatever was saved of it is of no use any more."""
+        """Free the host blocks of a sequence that will not use them."""
         ...
 
-    def check(self, away: Iterable[Sequence]) -> None:
-        """Prove that those who are away hold exactly what is held for them."""
+    def check(self, waiting: Iterable[Sequence]) -> None:
+        """Check that host blocks match the swapped-out sequences."""
         ...
 
 
 class Recompute:
-    """Forget the keys and values; prompt and answer so far are computed again as one prompt."""
+    """Drop the KV; the prompt and the answer so far are computed again as one prompt."""
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
-        """Nothing survives."""
+        """Free all blocks; nothing is kept."""
         pool.release(sequence.table)
         sequence.computed = 0
         return []
 
-    def come_back(self, sequence: Sequence) -> Moves:
-        """There is nothing to bring."""
+    def resume(self, sequence: Sequence) -> Moves:
+        """Return no blocks."""
         return []
 
     def forget(self, sequence: Sequence) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there are no host blocks."""
 
-    def check(self, away: Iterable[Sequence]) -> None:
-        """Nobody has anything saved."""
-        assert not any(sequence.saved.blocks for sequence in away)
+    def check(self, waiting: Iterable[Sequence]) -> None:
+        """Check that no sequence has host blocks."""
+        assert not any(sequence.saved.blocks for sequence in waiting)
 
 
 class Swap(Recompute):
-    """Copy the blocks to host memory and back; what does not fit there is computed again."""
+    """Swap blocks to host memory and back; KV that does not fit there is recomputed."""
 
     def __init__(self, host: BlockPool) -> None:
         self.host = host
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
-        """As many of its first blocks survive as the host has room for."""
+        """Swap out as many of its first blocks as host memory has room for."""
         used = pool.blocks_for(sequence.computed)
         count = min(used, self.host.available)
         if count:
@@ -70,8 +70,8 @@ class Swap(Recompute):
         sequence.computed = computed
         return moves
 
-    def come_back(self, sequence: Sequence) -> Moves:
-        """All that was saved, into its first blocks."""
+    def resume(self, sequence: Sequence) -> Moves:
+        """Swap all its host blocks into its first blocks."""
         saved = sequence.saved.blocks
         # Fewer than were saved, if drafts were rejected since.
         moves = list(zip(saved, sequence.table.blocks, strict=False))
@@ -79,29 +79,29 @@ class Swap(Recompute):
         return moves
 
     def forget(self, sequence: Sequence) -> None:
-        """Its host blocks are free."""
+        """Free its host blocks."""
         self.host.release(sequence.saved)
         sequence.computed = 0
 
-    def check(self, away: Iterable[Sequence]) -> None:
-        """The host's blocks are accounted for, and `computed` is no more than what they hold."""
-        away = list(away)
-        self.host.check(sequence.saved for sequence in away)
-        for sequence in away:
+    def check(self, waiting: Iterable[Sequence]) -> None:
+        """Check that host blocks match the swapped-out sequences and hold the tokens that count as computed."""
+        waiting = list(waiting)
+        self.host.check(sequence.saved for sequence in waiting)
+        for sequence in waiting:
             assert sequence.computed <= len(sequence.saved.blocks) * self.host.block_size
 
 
 class Cheapest(Swap):
-    """Swap or recompute, by what the cost model expects each to take."""
+    """Swap or recompute, whichever the cost model expects to be faster."""
 
     def __init__(self, host: BlockPool, cost: Cost) -> None:
         super().__init__(host)
         self._cost = cost
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
-        """There and back, or once more through the model."""
+        """Swap out if two copies take less time than another prefill."""
         moving = 2 * self._cost.block_copy * min(pool.blocks_for(sequence.computed), self.host.available)
-        # What is computed again shares a step with others: its fixed part is not its own.
+        # A recomputed prompt shares its steps with other sequences, so their fixed time is not its own.
         again = self._cost.prompt_seconds(sequence.computed) - self._cost.fixed
         return super().leave(sequence, pool) if moving < again else Recompute.leave(self, sequence, pool)
 

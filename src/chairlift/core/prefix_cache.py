@@ -1,15 +1,15 @@
 """The prefix cache: a tree over whole blocks, found by the exact tokens that lead to them.
 
-A node is one block; the way to it from its root spells the tokens whose keys and values it and its ancestors hold. Each
-salt has a root of its own, so that nobody can find, or feel by a faster answer, what another has asked.
+A node is one block; the path to it from its root spells the tokens whose keys and values it and its ancestors hold.
+Each salt has its own root, so that no tenant can find another's prompts, or notice them by a faster answer.
 
-Who holds a block also holds all before it, and lets the last go first. So among the blocks that nobody holds, in the
-order in which they were let go, children stand before their parents: the one that was let go longest ago is always a
-leaf, and to evict never takes a search.
+A sequence that holds a block also holds all blocks before it, and releases the last one first. So in the order in which
+unheld blocks were released, children come before their parents: the least recently released block is always a leaf, and
+eviction needs no search.
 
-Where there are shelves (host memory, a file), an evicted block moves to the first, from there to the next, and stays in
-the tree. On each shelf, too, what came or was used longest ago goes first, and for the same reason nothing that is
-still on it is behind that. A node on the device has all its ancestors there.
+Shelves (host memory, a file) are tiers below the device: an evicted block moves to the first, from there to the next,
+and stays in the tree. Each shelf evicts the least recently used block, which for the same reason has no descendant on
+that shelf. A node on the device has all its ancestors there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from chairlift.core.cost import Cost
 
 HOST, DISK = 0, 1  # shelves
 _INT = 4  # bytes of a packed token
-_LOOKED_AT = 32  # children, of those that came last, that are compared for their first tokens
-_LEAF: dict[bytes, Node] = {}  # the children of all who have none
+_LOOKED_AT = 32  # most recent children that are compared for a partial match
+_LEAF: dict[bytes, Node] = {}  # the children of every node without any
 
 
 class Node:
@@ -39,35 +39,37 @@ class Node:
         self.parent = parent
         self.chunk = chunk  # the block's tokens, packed; a root's salt
         self.block = -1  # on the device, if it is there
-        self.shelf = self.slot = -1  # where else it is
-        self.passes = 0  # that fill or move it and have not come back
+        self.shelf = self.slot = -1  # its copy on a shelf, if there is one
+        self.passes = 0  # steps in flight that fill or move it
         self.children = _LEAF
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that was to be written is there."""
+        """Whether no step in flight fills or moves it."""
         return not self.passes
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is in the tree no more."""
+        """Whether it has been removed from the tree."""
         return self.block < 0 and self.shelf < 0
 
 
 class Prefix:
-    """What the cache has to do with one sequence."""
+    """One sequence's place in the cache."""
 
     __slots__ = ("cursor", "kept", "key", "path")
 
     def __init__(self) -> None:
-        self.path: list[Node] = []  # while it waits: what was found for it
-        self.key = b""  # its tokens, as they are looked up
-        self.cursor: Node | None = None  # while it runs: where its next full block goes; None: nowhere
-        self.kept = 0  # blocks up to there
+        self.path: list[Node] = []  # while it waits: the cached blocks found for it
+        self.key = b""  # its packed tokens
+        self.cursor: Node | None = (
+            None  # while it runs: the parent of its next full block; None: its blocks are not inserted
+        )
+        self.kept = 0  # its blocks up to the cursor
 
 
 class Move(NamedTuple):
-    """A block goes to a shelf, from the device or from the shelf before."""
+    """A block that moves to a shelf, from the device or from the shelf before."""
 
     source: int
     shelf: int
@@ -76,14 +78,14 @@ class Move(NamedTuple):
 
 
 class PrefixCache:
-    """Finds, keeps and gives up blocks of one pool, and moves them to shelves if there are any."""
+    """Finds, inserts and evicts blocks of one pool, and moves evicted ones to the shelves."""
 
     def __init__(self, pool: BlockPool, shelves: Sequence[BlockPool] = (), cost: Cost | None = None) -> None:
         self.shelves = [shelf for shelf in shelves if shelf.total]
-        self.evictions = 0  # blocks that left the device
-        self.returns = [0] * len(self.shelves)  # blocks that came back to it, from each shelf
-        self.leaving: list[Move] = []  # in this plan
-        self.is_sound: Callable[[int], bool] = lambda slot: True  # whether a block on the last shelf can be trusted
+        self.evictions = 0  # from the device
+        self.returns = [0] * len(self.shelves)  # blocks loaded from each shelf
+        self.leaving: list[Move] = []  # moves to shelves of the present plan
+        self.is_sound: Callable[[int], bool] = lambda slot: True  # whether a block on disk passes its checksum
         self._pool = pool
         self._cost = cost or Cost()
         self._width = pool.block_size * _INT
@@ -97,7 +99,7 @@ class PrefixCache:
             shelf.on_evict = partial(self._dropped, number)
 
     def match(self, path: list[Node], salt: str, key: bytes, most: int) -> None:
-        """Extend `path`, found before, to the most blocks, up to `most`, that hold the tokens `key` begins with."""
+        """Extend the path of an earlier match to the longest one, up to `most` blocks, that spells `key`."""
         while path and path[-1].is_gone:
             path.pop()
         node = path[-1] if path else self._roots.get(salt.encode())
@@ -110,16 +112,16 @@ class PrefixCache:
                 path.append(node)
 
     def weigh(self, path: list[Node]) -> int:
-        """How many blocks of a path are of use: not those on shelves that are not there yet, or dearer than anew."""
+        """Return how many blocks of a path to use: not those still being moved, nor those that are slower to load."""
         on_device = next((depth for depth, node in enumerate(path) if node.block < 0), len(path))
         there = next((depth for depth in range(on_device, len(path)) if not path[depth].is_ready), len(path))
         size, cost = self._pool.block_size, self._cost
-        # What is computed again shares a step with others: its fixed part is not its own.
+        # A recomputed prompt shares its steps with other sequences, so their fixed time is not its own.
         again = cost.prompt_seconds((there - on_device) * size, on_device * size) - cost.fixed
         return there if cost.block_copy * (there - on_device) < again else on_device
 
     def match_part(self, path: list[Node], salt: str, tokens: list[int]) -> tuple[int, int]:
-        """A block behind the path that begins as `tokens` do, and with how many of them."""
+        """Return a block behind the path that starts with the most of `tokens`, and their number."""
         node = path[-1] if path else self._roots.get(salt.encode())
         best, block = 0, -1
         wanted = packed(tokens)
@@ -130,15 +132,15 @@ class PrefixCache:
         return block, best
 
     def root(self, salt: str) -> Node:
-        """Where the blocks of a salt begin."""
+        """Return a root for a salt."""
         return Node(None, salt.encode())
 
     def insert(self, parent: Node, chunk: bytes, block: int) -> Node | None:
-        """Let a held block be found behind `parent`; None if another block with the same content can be."""
+        """Insert a held block behind `parent`; None if another block with the same content is there."""
         if parent.parent is None:
             parent = self._roots.setdefault(parent.chunk, parent)
         elif parent.block < 0:
-            return None  # all was forgotten in the meantime
+            return None  # the cache was cleared since
         node = parent.children.get(chunk)
         if node is None:
             node = Node(parent, chunk)
@@ -151,7 +153,7 @@ class PrefixCache:
         return node
 
     def bring_back(self, path: list[Node], table: BlockTable) -> list[tuple[int, int, int]]:
-        """What is on shelves gets the table's blocks as its own; for each, the shelf, the slot there and the block."""
+        """Give the nodes on shelves the table's blocks; return (shelf, slot, block) for each."""
         moves = []
         for depth, node in enumerate(path):
             if node.block < 0:
@@ -161,7 +163,7 @@ class PrefixCache:
         return moves
 
     def drop_unsound(self, path: list[Node]) -> None:
-        """Cut a path where a block cannot be trusted any more: it will be computed again."""
+        """Cut a path at the first block on disk that fails its checksum: it is computed again."""
         for depth, node in enumerate(path):
             if node.block < 0 and node.shelf == DISK and not self.is_sound(node.slot):
                 self.remove(node)
@@ -173,7 +175,7 @@ class PrefixCache:
         return self._nodes[block]
 
     def remove(self, node: Node) -> list[int]:
-        """Forget a node and all behind it; the blocks they had on the device."""
+        """Remove a node and its descendants; return their blocks on the device."""
         return [] if node.is_gone else self._uproot(node)
 
     def _uproot(self, node: Node) -> list[int]:
@@ -191,7 +193,7 @@ class PrefixCache:
         return blocks
 
     def clear(self) -> int:
-        """Forget everything; how many blocks it was, wherever they were."""
+        """Remove all nodes; return their number."""
         nodes = [child for root in self._roots.values() for child in root.children.values()]
         count = sum(1 for node in nodes for _ in _below(node))
         for node in nodes:
@@ -199,7 +201,7 @@ class PrefixCache:
         return count
 
     def check(self) -> None:
-        """Prove that the tree holds together, and that no block is in two places."""
+        """Check that the tree is consistent, and that no block belongs to two nodes."""
         found = [node for root in self._roots.values() for child in root.children.values() for node in _below(child)]
         on_device = [node for node in found if node.block >= 0]
         assert all(self._nodes[node.block] is node for node in on_device)
@@ -215,12 +217,14 @@ class PrefixCache:
             assert node.parent.children[node.chunk] is node
             assert len(node.chunk) == self._width
             if node.block >= 0 and node.parent.parent is not None:
-                assert node.parent.block >= 0, "on the device without those before"
-                assert not self._pool.is_held(node.block) or self._pool.is_held(node.parent.block), "held without those"
-        assert all(root.children for root in self._roots.values()), "a root without anything behind it"
-        assert not self.leaving, "a plan has not said what moves"
+                assert node.parent.block >= 0, "on the device without its parent"
+                assert not self._pool.is_held(node.block) or self._pool.is_held(node.parent.block), (
+                    "held without its parent"
+                )
+        assert all(root.children for root in self._roots.values()), "a root without children"
+        assert not self.leaving, "moves that no plan has taken"
 
-    # ---- what comes and goes
+    # ---- eviction
 
     def _put(self, node: Node, block: int) -> None:
         node.block = block
@@ -228,32 +232,32 @@ class PrefixCache:
         self._pool.keep(block)
 
     def _evicted(self, block: int) -> None:
-        """The device gives a block away."""
+        """Handle the eviction of a block from the device."""
         node = self._nodes[block]
-        assert node is not None, "what is cached can be found"
+        assert node is not None, "a cached block has a node"
         self.evictions += 1
         self._nodes[block] = None
         node.block = -1
         if node.shelf >= 0:
-            self.shelves[node.shelf].touch(node.slot)  # it is there already
+            self.shelves[node.shelf].mark_used(node.slot)  # its content is there already
         elif not self._shelve(node, HOST, block):
             self._lose(node)
 
     def _dropped(self, shelf: int, slot: int) -> None:
-        """A shelf gives a slot away."""
+        """Handle the eviction of a slot from a shelf."""
         node = self._shelved[shelf][slot]
-        assert node is not None, "what is cached can be found"
+        assert node is not None, "a cached block has a node"
         is_there = self._take_off(node)
         if node.block < 0 and not (is_there and self._shelve(node, shelf + 1, slot)):
             self._lose(node)
 
     def _shelve(self, node: Node, shelf: int, source: int) -> bool:
-        """Move a node to a shelf that has room for it or for which another makes room; whether it has found a place."""
+        """Move a node to a shelf, which may evict another one; whether the shelf had a slot."""
         if shelf >= len(self.shelves) or not self.shelves[shelf].available:
             return False
-        slot = self.shelves[shelf].stow()
+        slot = self.shelves[shelf].allocate_cached()
         assert node.parent is not None
-        if node.parent.children.get(node.chunk) is not node:  # the one that made room was before it, and took it along
+        if node.parent.children.get(node.chunk) is not node:  # its ancestor was evicted for it, and removed it
             self.shelves[shelf].forget(slot)
             return True
         node.shelf, node.slot = shelf, slot
@@ -263,7 +267,7 @@ class PrefixCache:
         return True
 
     def _take_off(self, node: Node) -> bool:
-        """It is on its shelf no more; False if it was only about to come, in this very plan."""
+        """Take a node off its shelf; False if the present plan was to move it there."""
         self._shelved[node.shelf][node.slot] = None
         node.shelf = node.slot = -1
         coming = [move for move in self.leaving if move.node is not node]
@@ -273,7 +277,7 @@ class PrefixCache:
         return not cancelled
 
     def _lose(self, node: Node) -> None:
-        """It is nowhere any more, and so what is behind it is of no use."""
+        """Remove a node that has no block any more, with its descendants."""
         self._uproot(node)
 
     def _cut(self, node: Node) -> None:
@@ -285,18 +289,18 @@ class PrefixCache:
 
 
 def packed(tokens: list[int]) -> bytes:
-    """Tokens as bytes: to compare and to look up many at once."""
+    """Return tokens as bytes, to compare and look up many at once."""
     return pack(f"{len(tokens)}i", *tokens)
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """How many tokens two packed lists begin with alike."""
+    """Return the number of common first tokens of two packed lists."""
     most = min(len(a), len(b)) // _INT
     return next((i for i in range(most) if a[i * _INT : (i + 1) * _INT] != b[i * _INT : (i + 1) * _INT]), most)
 
 
 def _below(node: Node) -> Iterator[Node]:
-    """A node and all behind it, those behind first."""
+    """Iterate over a node and its descendants, children before parents."""
     stack, order = [node], []
     while stack:
         order.append(stack.pop())

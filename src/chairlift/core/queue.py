@@ -1,4 +1,4 @@
-"""The waiting line: lanes in the policy's order, whose cost per step does not depend on their length."""
+"""The waiting queue: lanes in the policy's order. Its cost per step does not depend on its length."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from chairlift.core.policy import Lane, Policy
 from chairlift.core.request import Phase, Sequence
 
 Entry = tuple[tuple[float, int, int], Sequence]
-_FULL_FIRST = 4  # batches in a row that are drawn from full lanes while the policy would choose another
+_FULL_FIRST = 4  # consecutive batches from full lanes while the policy would choose another lane
 
 
 class WaitingQueue:
-    """Sequences in lanes, by rank. One that leaves from the middle stays as a dead entry until it surfaces."""
+    """Waiting groups in lanes, by the rank of their first sequence; one that ends is a dead entry until it is first."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self._policy = policy or Policy()
         # Ranks are unique among those waiting, so that the sequence itself is never compared.
         self._lanes: dict[Lane, list[Entry]] = {}
         self._size = 0
-        self._entries = 0  # in all heaps, the dead included
+        self._entries = 0  # in all heaps, dead entries included
         self._has_moved = False
-        self._kept: list[Lane] = []  # the only lane that is drawn from, if there is one
-        self._passed = 0  # batches in a row that were not drawn from the lane of the policy's choice
+        self._kept: list[Lane] = []  # the only lane to admit from, if there is one
+        self._passed = 0  # consecutive batches that were not admitted from the lane of the policy's choice
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, followers too, in no order."""
+        """Iterate over all waiting sequences, in no order."""
         heads = (head for heap in self._lanes.values() for _, head in heap if head.phase is Phase.WAITING)
-        return (sequence for head in heads for sequence in head.group)
+        return (sequence for head in heads for sequence in head.group.members)
 
     def push(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Join at the place that lane and rank give; followers have no place of their own."""
+        """Add the group of a sequence, which is its first in rank order."""
         heappush(self._lanes.setdefault(self._policy.lane(sequence, now), []), (sequence.rank, sequence))
-        self._size += len(sequence.group)
+        self._size += len(sequence.group.members)
         self._entries += 1
 
     def peek(self, now: float = 0.0) -> Sequence | None:
-        """Who goes next, if anybody may."""
+        """Return the first sequence of the group to admit next, if any."""
         self._has_moved = True
-        while self._has_moved:  # who changes lanes may be first in one that was looked at already
+        while self._has_moved:  # a sequence that changes lanes may be first in a lane that was looked at already
             self._has_moved = False
             lanes = self._kept or list(self._lanes)
             heads = {lane: head for lane in lanes if (head := self._head(lane, now)) is not None}
@@ -50,36 +50,36 @@ class WaitingQueue:
             return None
         if self._kept:
             return heads[self._kept[0]]
-        return heads[self._policy.choose(heads, now)]  # though there may be one alone: policies count turns
+        return heads[self._policy.choose(heads, now)]  # even for a single lane: policies count their choices
 
     def take(self, sequence: Sequence) -> None:
-        """Remove the one that `peek` has just shown."""
+        """Remove the group that `peek` has just returned."""
         for heap in self._lanes.values():
             if heap and heap[0][1] is sequence:
                 heappop(heap)
-                self._size -= len(sequence.group)
+                self._size -= len(sequence.group.members)
                 self._entries -= 1
                 return
         raise AssertionError(f"{sequence} is first in no lane")
 
     def largest(self) -> int:
-        """How many count towards a full batch: all that wait, or those of the fullest lane, but at least half of all.
+        """Return how many waiting sequences count towards a full batch: all, or those of the fullest lane.
 
-        So where twice as many wait as fill a batch, it need not wait for one lane to do so: no lane may ever.
+        At least half of all count: where twice as many wait as fill a batch, no single lane need ever fill one.
         """
         if not self._policy.fills_by_lane:
             return self._size
         lanes = (sum(each.phase is Phase.WAITING for _, each in heap) for heap in self._lanes.values())
         return max(self._size // 2, *lanes, 0)
 
-    def keep_lane(self, seats: int, now: float) -> None:
-        """From now on draw from one lane only: one that fills the seats if there is any, or the policy's choice.
+    def keep_lane(self, rows: int, now: float) -> None:
+        """Admit from one lane only from now on: one that fills the batch if there is any, or the policy's choice.
 
         After a few full lanes in a row it is the policy's choice in any case, or a lane that never fills would starve.
         """
         self._kept = []
         if self._policy.fills_by_lane and (head := self.peek(now)) is not None:
-            full = [lane for lane, heap in self._lanes.items() if len(heap) >= seats]
+            full = [lane for lane, heap in self._lanes.items() if len(heap) >= rows]
             heads = {lane: first for lane in full if (first := self._head(lane, now)) is not None}
             chosen = self._policy.lane(head, now)
             if heads and chosen not in heads and self._passed < _FULL_FIRST:
@@ -90,18 +90,18 @@ class WaitingQueue:
             self._kept = [chosen]
 
     def forget(self, count: int) -> None:
-        """Count `count` sequences out that have left the waiting phase without being taken."""
+        """Subtract `count` sequences that ended while they waited."""
         self._size -= count
         if self._entries > 64 and self._size < self._entries // 2:
             self._rebuild()
 
     def rekey(self) -> None:
-        """The policy's keys have changed: put everybody in the place that they have now."""
+        """Sort again after the policy's keys have changed."""
         for heap in self._lanes.values():
             for _, sequence in heap:
                 if sequence.phase is Phase.WAITING:
                     key = self._policy.key(sequence)
-                    for each in sequence.group:  # one key, so that they stand side by side in the batch
+                    for each in sequence.group.members:  # one key, so that they are neighbours in the batch
                         each.rank = (key, each.order, each.index)
         self._rebuild()
 
@@ -115,7 +115,7 @@ class WaitingQueue:
         self._entries = sum(map(len, self._lanes.values()))
 
     def _head(self, lane: Lane, now: float) -> Sequence | None:
-        """The first of a lane; dead entries and those that belong to another lane by now are moved out of the way."""
+        """Return the first sequence of a lane; remove dead entries, and move those that now belong to another lane."""
         heap = self._lanes.get(lane, [])
         while heap:
             rank, sequence = heap[0]

@@ -1,10 +1,9 @@
-"""Request and Sequence: what is asked, and how far it has come."""
+"""Request, Sequence and Group: a prompt with its parameters, one answer to it, and answers that run together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Protocol
 
 from chairlift.core.blocks import BlockTable
 from chairlift.core.constraint import Constraint
@@ -20,12 +19,12 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # the model, a stop token or a stop string ended it
     LENGTH = "length"  # max_tokens or the context is used up
-    ABORT = "abort"  # the caller left
-    ERROR = "error"  # the step that held it failed
+    ABORT = "abort"  # the client disconnected or cancelled
+    ERROR = "error"  # its step failed, or no token could be chosen
 
 
 class Phase(Enum):
-    """Where a sequence is: the scheduler alone moves it."""
+    """The state of a sequence; only the scheduler changes it."""
 
     WAITING = 0
     RUNNING = 1
@@ -43,13 +42,13 @@ class Request:
     seed: int = 0  # params.seed, or what the engine drew
     eos_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words in token ids
-    tenant: str = ""  # on whose behalf: fair sharing counts by it
-    weight: float = 1.0  # the tenant's share against others'
-    priority: int = 0  # higher goes first
+    tenant: str = ""  # fair sharing counts by tenant
+    weight: float = 1.0  # the tenant's share, relative to other tenants
+    priority: int = 0  # higher priorities are admitted first
     deadline: float | None = None  # when its first token is due, on the clock of `arrival`
-    salt: str = ""  # whose prefixes it may share
-    endpoint: str = ""  # where it came from: a hint on the length of its answer
-    known_length: int | None = None  # of the answer, in experiments alone
+    salt: str = ""  # prefixes are shared only between requests with the same salt
+    endpoint: str = ""  # the API route, which hints at the answer's length
+    known_length: int | None = None  # of the answer, in experiments only
     processors: tuple[Processor, ...] = ()  # params.logits_processors, safe to call
     constraint: Constraint | None = None  # in its first state: each sequence gets a fork
     sampling: Sampling = field(init=False, repr=False)  # what executors need of all this
@@ -101,13 +100,28 @@ class Request:
         return frozenset(self.sampling.stop_ids)
 
 
-class Search(Protocol):
-    """What a sequence knows of the beam search that it is part of; `beams.py` has the search itself."""
+class Group:
+    """The sequences of one request that are admitted, preempted and resumed as one.
 
-    members: list[Sequence]
+    A prompt is a group of one sequence that reserves rows for all its siblings. When it forks, beams stay in the group
+    (beams.py). Sampled siblings get a group each: their answers need not fit in memory side by side, so one of them may
+    have to wait until another has ended.
+    """
+
+    is_search = False
+
+    def __init__(self, first: Sequence) -> None:
+        self.members = [first]
+        width = first.request.params.width
+        self.reserved = width if width > 1 else 0  # rows, while the prompt has not forked
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that it needs in the batch."""
+        return self.reserved or len(self.members)
 
     def withdraw(self) -> None:
-        """Forget this round's offers: the members are preempted, and offer again when they are resumed."""
+        """Drop results that the members computed for a common decision: they are preempted, and compute them again."""
 
 
 class Sequence:
@@ -117,15 +131,13 @@ class Sequence:
     """
 
     __slots__ = (
-        "beams",
         "cached",
         "computed",
         "constraint",
         "decode_until",
         "expected",
-        "followers",
+        "group",
         "index",
-        "is_forked",
         "length",
         "limit",
         "order",
@@ -147,7 +159,7 @@ class Sequence:
 
     def __init__(self, request: Request, order: int, limit: int, index: int = 0) -> None:
         self.request = request
-        self.order = order  # the request's place among all that ever came
+        self.order = order  # the request's number, in order of arrival
         self.limit = limit  # the most tokens it may hold, prompt included
         self.index = index  # which of the request's n answers
         self.tokens = list(request.prompt)
@@ -159,17 +171,15 @@ class Sequence:
         self.decode_until = 0  # while computed < decode_until, the next slice is one token, in an allocated block
         self.phase = Phase.WAITING
         self.rank: tuple[float, int, int] = (0.0, order, index)
-        self.row = -1  # its seat in the batch while running: executors keep per-sequence state there
-        self.started: float | None = None  # when it first took a seat
-        self.is_forked = request.params.width == 1 or index > 0
-        self.expected = 0  # tokens that its answer is predicted to have, where a policy asks
-        self.preemptions = 0  # times it had to yield
+        self.row = -1  # its row in the batch while it runs: executors keep per-sequence state there
+        self.started: float | None = None  # when it was first admitted
+        self.expected = 0  # predicted length of its answer, where a policy needs it
+        self.preemptions = 0
         self.table = BlockTable()
-        self.saved = BlockTable()  # blocks in host memory while it is away
-        self.beams: Search | None = None  # the search that it is part of
-        self.followers: list[Sequence] = []  # preempted beams that are resumed together with this one
+        self.saved = BlockTable()  # blocks in host memory while it is swapped out
+        self.group = Group(self)  # a fork's is set by the scheduler
         self.prefix = Prefix()
-        self.cached = 0  # tokens of its prompt that the prefix cache had when it first took a seat
+        self.cached = 0  # tokens of its prompt that the prefix cache had when it was first admitted
         self.constraint = None if request.constraint is None else request.constraint.fork()
         # While it has fewer tokens, one more is appended without a check, unless it is a stop token.
         self.plain_until = limit - 1 if self.constraint is None else 0
@@ -195,14 +205,14 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
-    def seats(self) -> int:
-        """Seats it needs in the batch: all its siblings' until it forks, and those of its followers."""
-        return (1 if self.is_forked else self.request.params.width) + len(self.followers)
+    def is_forked(self) -> bool:
+        """Whether its siblings have their own sequences, or it has none."""
+        return not self.group.reserved
 
     @property
-    def group(self) -> list[Sequence]:
-        """The sequences that are admitted together: this one and its followers."""
-        return [self, *self.followers]
+    def is_search(self) -> bool:
+        """Whether it is a beam."""
+        return self.group.is_search
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.id}#{self.index} {self.phase.name} {self.computed}/{self.length})"

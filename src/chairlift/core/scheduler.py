@@ -1,4 +1,4 @@
-"""The iteration-level scheduler: at every forward pass it chooses again which tokens of which sequences to compute."""
+"""The iteration-level scheduler: before every forward pass it chooses which tokens of which sequences to compute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice, repeat
 
-from chairlift.core.batching import Continuous, Gate, Line
+from chairlift.core.batch import RunningBatch
+from chairlift.core.batching import Continuous, Gate, GateView
 from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
@@ -15,7 +16,7 @@ from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.memory import Memory
-from chairlift.core.plan import Candidates, Event, Outcome, StepPlan, StepResult, TokenLogprobs
+from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
@@ -23,13 +24,13 @@ from chairlift.core.prefill import Chunked, PrefillMode
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
-from chairlift.core.seats import Seats
+from chairlift.core.step import Candidates, StepResult, TokenLogprobs
 
-_REKEY = 8  # plans after which a policy that reads the prefix cache looks again; more when many wait
+_REKEY = 8  # plans after which the queue is sorted again for a policy that reads the prefix cache; more when it is long
 
 
 class Scheduler:
-    """Owns every request from `submit` to its last event, and every block that its sequences hold."""
+    """Owns every request from `submit` to its last event, and the blocks of its sequences."""
 
     def __init__(
         self,
@@ -62,17 +63,19 @@ class Scheduler:
         self.budget: Budget = budget or FixedBudget()
         self.waiting = WaitingQueue(self.policy)
         self.counters = Counters()
-        self.blocked_by = ""  # what kept the first in line out of the last plan: see explain.py
-        self.is_input_over = False  # nobody else will come: a batch need not wait to be full
-        self._cost = cost  # what it learns of step times, if anybody needs to know
+        self.admission = self.memory.admission
+        self.blocked_by = ""  # what kept the next request out of the last plan: rows, blocks, tokens or the gate
+        self.is_input_over = False  # no other request is expected: a batch need not wait until it is full
+        self._cost = cost  # the cost model to update with step times, if a part of the scheduler uses it
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
-        self.policy.cached = self.memory.known
-        self.seats = Seats(limits.max_sequences, self.memory, self.policy, self.waiting, self.counters)
-        self.running = self.memory.running = self.seats.running
+        self.policy.cached = self.admission.known
+        self.policy.peek_cached = lambda each: self.admission.known(each, self.memory.prefixes.look_up(each))
+        self.batch = RunningBatch(limits.max_sequences, self.memory, self.policy, self.waiting, self.counters)
+        self.running = self.memory.prefixes.running = self.batch.running
         self._is_trusted = True
         self._plans = 0
-        self._prompt_steps = 0  # in a row, without decodes
-        self._moved: list[Sequence] = []  # beams that have gone on elsewhere: the device must be told
+        self._prompt_steps = 0  # consecutive steps without decodes
+        self._moved: list[Sequence] = []  # beams that continue another one: the executor gets their new tokens
         self._constrained = 0  # live requests with a constraint
         # Proposes tokens that may come next in a sequence; the next step checks them all at once.
         self.drafter: Callable[[Sequence], list[int]] | None = None
@@ -88,14 +91,13 @@ class Scheduler:
                 raise RequestError(f"request id {request.id!r} is in use: choose another or wait until it has ended")
             self.limits.check(request)
             limit = self.limits.longest(request)
-            self.memory.check_beams(request, limit)
+            self.admission.check_beams(request, limit)
         except RequestError:
             self.counters.rejected += 1
             raise
         sequence = Sequence(request, order, limit)
         if request.params.use_beam_search:
-            sequence.beams = Beams(request, limit)
-            sequence.beams.members.append(sequence)
+            sequence.group = Beams(sequence, limit)
         if self.policy.needs_lengths:
             sequence.expected = self.predictor.predict(request)
         self._live[request.id] = [sequence]
@@ -105,15 +107,15 @@ class Scheduler:
         self.waiting.push(sequence, request.arrival)
 
     def abort(self, request_id: str, error: str | None = None) -> list[Event]:
-        """End a request now, wherever it is, as failed if there is an error; its blocks are free when this returns.
+        """End a request now, as failed if there is an error; its blocks are free when this returns.
 
-        Unknown ids are no error.
+        An unknown id is no error.
         """
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         return self._end(self._live.get(request_id, ()), reason, error)
 
     def stop(self, sequence: Sequence) -> list[Event]:
-        """End one sequence as stopped: its text has met a stop string, which only the text side can see."""
+        """End one sequence as stopped: a front has found a stop string in its text."""
         return self._end([sequence], FinishReason.STOP)
 
     @property
@@ -123,7 +125,7 @@ class Scheduler:
 
     @property
     def serves_in_order(self) -> bool:
-        """Whether those who wait are seated in the order in which they came, as soon as there is room."""
+        """Whether waiting requests are admitted in order of arrival, as soon as there is room."""
         return self.policy.is_in_order and not self.gate.closes
 
     def is_live(self, request_id: str) -> bool:
@@ -131,7 +133,7 @@ class Scheduler:
         return request_id in self._live
 
     def find(self, request_id: str, index: int) -> Sequence | None:
-        """One of a request's sequences that have not ended."""
+        """Return a sequence of a request, if it has not ended."""
         return next((each for each in self._live.get(request_id, ()) if each.index == index), None)
 
     # ---- one step
@@ -143,23 +145,23 @@ class Scheduler:
         if self.policy.reads_cache and self._plans % max(_REKEY, len(self.waiting) // _REKEY) == 0:
             self.waiting.rekey()
         if self.policy.is_preemptive and len(self.waiting) and not self.gate.closes:
-            self._make_way(step, now)
-        made_way = len(step.preempted)
+            self._preempt_for_waiting(step, now)
+        preempted = len(step.preempted)
         if self._prompt_steps < self.prefill.decodes_wait:
             self._prompt_steps += 1
-            self._extend_prompts(step, self._mid_prompt())
+            self._extend_prompts(step, self._in_prefill())
             self._admit(step, now)
             if not step:
                 self._prompt_steps = 0
                 self._extend(step)
         else:
             self._prompt_steps = 0
-            self._extend(step)  # decodes and unfinished prompts first: nobody stalls for a newcomer
-            if len(step.preempted) == made_way:
+            self._extend(step)  # decodes and unfinished prompts first: an admission never stalls a running sequence
+            if len(step.preempted) == preempted:
                 self._admit(step, now)
             else:
                 self.blocked_by = "blocks"  # under memory pressure, admitting would only thrash
-        self.memory.watermark.learn(len(step.preempted) > made_way)
+        self.admission.watermark.learn(len(step.preempted) > preempted)
         step.placed += (each for each in self._moved if each.phase is Phase.RUNNING and each not in step.placed)
         self._moved.clear()
         self.memory.finish(step)
@@ -186,25 +188,25 @@ class Scheduler:
         return masks, events
 
     def pause(self, now: float) -> float:
-        """Seconds for which nothing can happen by itself: the batch is empty, and the gate waits for it to fill."""
+        """Return the seconds for which no step can run: the batch is empty, and the gate waits for more requests."""
         if self.running or not len(self.waiting):
             return 0.0
-        return self.gate.pause(self._line(now), now)
+        return self.gate.pause(self._gate_view(now), now)
 
     def stuck(self, now: float) -> Sequence:
-        """Return the sequence to end where requests are here and plans stay empty, with nothing in flight.
+        """Return the sequence to end when plans stay empty though there are requests and no step is in flight.
 
-        The last that runs: the others lack what it holds. If none runs, the first that waits, which keeps out the rest.
+        The last running one: the others lack what it holds. If none runs, the first waiting one, which blocks the rest.
         """
         return self.running[-1] if self.running else self.waiting.peek(now) or next(iter(self.waiting))
 
     def observe(self, step: StepPlan, seconds: float) -> None:
-        """A pass took so long: the cost model learns from it."""
+        """Update the cost model with the time of a step."""
         if self._cost is not None:
             self._cost.learn(work_of(step), seconds)
 
     def apply(self, step: StepPlan, result: StepResult) -> Outcome:
-        """Take in what a pass computed: append tokens, end what is complete and free its blocks at once."""
+        """Append the tokens of a step, end the sequences that are complete and free their blocks at once."""
         counts = result.counts
         assert len(step.samples) == len(result.tokens if counts is None else counts), (
             "one token or count for each sample"
@@ -215,7 +217,7 @@ class Scheduler:
             if step.sequences[place].phase is not Phase.DONE
         ]
         self.memory.confirm(step)
-        self.memory.is_behind = True
+        self.memory.prefixes.has_new_tokens = True
         for sequence in (step.samples[place] for place in result.failed):
             if sequence.phase is not Phase.DONE:
                 request = sequence.request
@@ -227,7 +229,7 @@ class Scheduler:
         for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
             known = sequence.tokens
             if len(known) < sequence.plain_until and token not in sequence.stop_ids and not is_scored:
-                known.append(token)  # and that is all, as with nearly every token
+                known.append(token)  # nothing else to do, as for nearly every token
                 continue
             news = self._take(sequence, token, scored)
             if news is not None:
@@ -267,9 +269,9 @@ class Scheduler:
         return found
 
     def _take(self, sequence: Sequence, token: int, scored: TokenLogprobs | Candidates | None) -> list[Event] | None:
-        """Take in a token with which there may be more to do; the news if it is not just the token."""
+        """Append a token and end the sequence if it is complete; return events if there is more news than the token."""
         if sequence.phase is Phase.DONE:
-            return []  # it ended while this step was in flight: the token is one too many
+            return []  # it ended while this step was in flight
         if isinstance(scored, Candidates):
             return self._search(sequence, scored)
         sequence.tokens.append(token)
@@ -293,7 +295,7 @@ class Scheduler:
         return self._end(self._live[sequence.request.id], FinishReason.ERROR, message)
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
-        """The pass broke: end every request that was in it, or that read what it should have written; others go on."""
+        """End every request of a failed step, and every request that depends on what the step should have written."""
         shared = self.memory.disown(step, self.running)
         sequences = step.sequences + step.samples + step.placed + shared
         requests = (sequence.request.id for sequence in sequences if sequence.phase is not Phase.DONE)
@@ -303,16 +305,16 @@ class Scheduler:
         return events
 
     def check(self) -> None:
-        """Prove the invariants: blocks, seats and requests are all accounted for."""
+        """Check the invariants: blocks, rows, tokens in flight and requests are all accounted for."""
         live = [sequence for sequences in self._live.values() for sequence in sequences]
         waiting = [sequence for sequence in live if sequence.phase is Phase.WAITING]
         running = [sequence for sequence in live if sequence.phase is Phase.RUNNING]
         assert len(waiting) == len(self.waiting) == sum(1 for _ in self.waiting)
-        self.seats.check(running)
+        self.batch.check(running)
         self.memory.check(running, waiting)
-        samples = Counter(each for step in self.memory.in_flight for each in step.samples)
+        samples = Counter(each for step in self.memory.prefixes.in_flight for each in step.samples)
         for sequence in live:
-            if sequence.beams is None:
+            if not sequence.is_search:
                 assert sequence.in_flight == samples[sequence] + sequence.unchecked
             else:  # candidates in flight are dropped when beams are preempted, and wait for those of other beams
                 assert 0 <= sequence.in_flight <= 1
@@ -323,8 +325,8 @@ class Scheduler:
     # ---- choosing
 
     def _extend(self, step: StepPlan) -> None:
-        """Give every running sequence its next slice, the oldest first; those in mid-prompt share what is left."""
-        # Decodes always fit: a step has at least as many tokens as the batch has seats (Limits).
+        """Give every running sequence its next slice, in rank order; prompts share what the decodes leave."""
+        # Decodes always fit: a step has at least as many tokens as the batch has rows (Limits).
         samples, starts = step.samples, step.starts
         prompts: list[Sequence] = []
         drafted: list[tuple[Sequence, list[int]]] = []
@@ -361,15 +363,15 @@ class Scheduler:
         length = sequence.length
         if length >= sequence.limit:
             return False  # its last token is in flight
-        if sequence.beams is not None and not self.seats.may_search(step, sequence, sequence.beams):
+        if sequence.is_search and not self.batch.may_search(step, sequence):
             return False
         if length - sequence.computed > 1 or not sequence.is_forked:  # the last of a prompt may yet have to fork
             prompts.append(sequence)
             return False
-        if length > sequence.table.writable and not self.seats.make_room(step, sequence, length):
+        if length > sequence.table.writable and not self.batch.grow(step, sequence, length):
             return False
         if self.drafter is None:
-            if sequence.beams is None:
+            if not sequence.is_search:
                 sequence.decode_until = min(sequence.limit - 1, sequence.table.writable)
         elif self._may_draft(sequence) and (drafts := self.drafter(sequence)):
             drafted.append((sequence, drafts))
@@ -380,7 +382,7 @@ class Scheduler:
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Whether its last token is known, and drafts can be checked with its next one."""
-        return not sequence.in_flight and sequence.beams is None and sequence.constraint is None
+        return not sequence.in_flight and not sequence.is_search and sequence.constraint is None
 
     def _check_drafts(self, step: StepPlan, sequence: Sequence, drafts: list[int], left: int) -> None:
         """Add a decode with the drafts behind it that fit; `left` sequences, this one included, need a token each.
@@ -408,73 +410,71 @@ class Scheduler:
 
     def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
         for sequence in self.policy.arrange(prompts) if len(prompts) > 1 else prompts:
-            self._take_chunk(step, sequence)
+            self._add_chunk(step, sequence)
 
-    def _mid_prompt(self) -> list[Sequence]:
-        """Those whose prompt is under way."""
+    def _in_prefill(self) -> list[Sequence]:
+        """Return the running sequences that have more than their next token to compute."""
         return [each for each in self.running if each.length - each.computed > 1 or not each.is_forked]
 
     def _admit(self, step: StepPlan, now: float) -> None:
-        """Seat waiting sequences in order while budget, seats and blocks last; the first that does not fit ends it."""
+        """Admit waiting groups in order until budget, rows or blocks run out; the first that does not fit ends it."""
         self.blocked_by = ""
         if not len(self.waiting):
             return
         if self.gate.closes:
             if not self.running:
                 self.waiting.keep_lane(self.limits.max_sequences, now)
-            if not self.gate.is_open(self._line(now), now):
+            if not self.gate.is_open(self._gate_view(now), now):
                 self.blocked_by = "gate"
                 return
         while not self.blocked_by:
             sequence = self.waiting.peek(now)
             if sequence is None:
                 break
-            # One that has just made way does not come back in the same plan: what it saved is not there yet.
-            self.blocked_by = "blocks" if sequence in step.preempted else self.seats.obstacle(sequence)
+            # A sequence is not resumed by the plan that preempts it: its blocks are not saved yet.
+            self.blocked_by = "blocks" if sequence in step.preempted else self.batch.blocked_by(sequence)
             if not self.blocked_by:
-                known = self.memory.known(sequence)
+                known = self.admission.known(sequence)
                 room = self._budget(step, known) - step.tokens
                 if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - known, room):
                     self.blocked_by = "tokens"
                     break
-                group = sequence.group
-                self.seats.take(step, sequence, now)
-                for each in group:
-                    self._take_chunk(step, each)
-        if self.blocked_by != "tokens":  # who did not fit for want of tokens may join the same batch in the next step
+                self.batch.admit(step, sequence, now)
+                for each in list(sequence.group.members):
+                    self._add_chunk(step, each)
+        if self.blocked_by != "tokens":  # a request that lacks tokens may join the same batch in the next step
             self.gate.close()
 
-    def _make_way(self, step: StepPlan, now: float) -> None:
-        """Where the policy wants it, those who run yield to the first in line; it sits down at once."""
-        while (newcomer := self.waiting.peek(now)) is not None and self.seats.obstacle(newcomer):
-            if newcomer in step.preempted or not self.seats.make_way(step, newcomer):
+    def _preempt_for_waiting(self, step: StepPlan, now: float) -> None:
+        """Preempt running sequences for waiting ones, where the policy wants that, and admit these at once."""
+        while (newcomer := self.waiting.peek(now)) is not None and self.batch.blocked_by(newcomer):
+            if newcomer in step.preempted or not self.batch.preempt_for(step, newcomer):
                 return
-            self.seats.take(step, newcomer, now)
+            self.batch.admit(step, newcomer, now)
 
-    def _line(self, now: float) -> Line:
-        """What the gate sees."""
+    def _gate_view(self, now: float) -> GateView:
         first = self.waiting.peek(now)
         since = now if first is None else first.request.arrival
         is_last = self.is_input_over or (first is not None and first.started is not None)
-        return Line(len(self.running), self.waiting.largest(), self.limits.max_sequences, since, is_last)
+        return GateView(len(self.running), self.waiting.largest(), self.limits.max_sequences, since, is_last)
 
     def _budget(self, step: StepPlan, computed: int) -> int:
-        """Tokens that the step may hold with more of a prompt of which so many are computed."""
+        """Return the tokens that the step may hold, if the next ones belong to a prompt with `computed` tokens done."""
         return self.budget.tokens(step, self.prefill.step_tokens, computed)
 
-    def _take_chunk(self, step: StepPlan, sequence: Sequence) -> None:
-        """Add as much of a prompt as fits; its end samples, for every sibling that forks off there."""
+    def _add_chunk(self, step: StepPlan, sequence: Sequence) -> None:
+        """Add as much of a prompt as fits; its last token is sampled, once for every sibling."""
         remaining = sequence.length - sequence.computed
         count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence.computed) - step.tokens))
         if not count:
             return
-        self.memory.shed(sequence)
+        self.memory.free_outside_window(sequence)
         step.sequences.append(sequence)
         step.starts.append(sequence.computed)
         step.counts.append(count)
         step.tokens += count
         sequence.computed += count
-        self.memory.keep(sequence, min(sequence.computed, len(sequence.tokens)), step)
+        self.memory.prefixes.insert(sequence, min(sequence.computed, len(sequence.tokens)), step)
         if count == remaining:
             sequence.length += 1
             for sampler in (sequence, *self._fork(step, sequence)):
@@ -482,31 +482,33 @@ class Scheduler:
                 step.sampled_at.append(step.tokens - 1)
 
     def _fork(self, step: StepPlan, sequence: Sequence) -> list[Sequence]:
-        """Give the prompt's siblings their own sequence over the same blocks."""
+        """Create the prompt's siblings, which share its blocks, in the rows that were reserved for them."""
         if sequence.is_forked:
             return []
-        sequence.is_forked = True  # from here on, each has its own seat of those admitted with the prompt
-        sequence.preemptions = 0  # and its own memory to find
+        sequence.group.reserved = 0
+        sequence.preemptions = 0  # from now on each sequence needs blocks of its own
         siblings = []
         for index in range(1, sequence.request.params.width):
             sibling = Sequence(sequence.request, sequence.order, sequence.limit, index)
             sibling.rank = (sequence.rank[0], sequence.order, index)
             self.memory.fork(sequence, sibling)
             sibling.expected = sequence.expected
-            if sequence.beams is not None:
-                sibling.beams = sequence.beams
-                sequence.beams.members.append(sibling)
+            if sequence.is_search:
+                sibling.group = sequence.group
+                sibling.group.members.append(sibling)
+            else:
+                sibling.group.reserved = 0
             self._live[sequence.request.id].append(sibling)
             self.policy.arrived(sibling)
-            self.seats.place(step, sibling, sequence.started)
+            self.batch.place(step, sibling, sequence.started)
             siblings.append(sibling)
         return siblings
 
     # ---- beams
 
     def _search(self, sequence: Sequence, candidates: Candidates) -> list[Event]:
-        """A beam has been computed; with the last of them, the next are chosen, or the search is over."""
-        beams = sequence.beams
+        """Take a beam's candidates; with the last beam's, choose those to continue, or end the search."""
+        beams = sequence.group
         assert isinstance(beams, Beams), "only beams have candidates"
         if sequence.phase is not Phase.RUNNING or not beams.offer(sequence, candidates):
             return []
@@ -528,13 +530,13 @@ class Scheduler:
         return [Event(sequence, finish_reason=reason, error=error) for sequence in ending]
 
     def _retire(self, sequences: list[Sequence], reason: FinishReason | None) -> None:
-        """Free all that the sequences hold, and count their requests out with the last of them."""
+        """Free all that the sequences hold, and count each request as ended with its last sequence."""
         counters = self.counters
         for sequence in sequences:
             self.memory.end(sequence)
             sequence.plain_until = 0
             if sequence.phase is Phase.RUNNING:
-                self.seats.leave(sequence)
+                self.batch.remove(sequence)
                 sequence.phase = Phase.DONE
             else:
                 sequence.phase = Phase.DONE

@@ -113,7 +113,7 @@ class Engine:
         self.scheduler.is_input_over = False
 
     def clear_prefix_cache(self) -> int:
-        """Forget what later prompts could have shared; those who run keep what they have. How many blocks it was."""
+        """Empty the prefix cache, and return the number of its blocks; running sequences keep theirs."""
         cache = self.scheduler.memory.prefix_cache
         return 0 if cache is None else cache.clear()
 

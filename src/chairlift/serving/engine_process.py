@@ -295,7 +295,7 @@ def as_news(key: int, event: Event) -> News:
     """An event of the core, for the wire."""
     sequence = event.sequence
     # Beams have all their tokens before the first is told of.
-    is_first = len(sequence.tokens) == sequence.prompt_length + 1 or sequence.beams is not None
+    is_first = len(sequence.tokens) == sequence.prompt_length + 1 or sequence.is_search
     return News(
         key,
         sequence.index,

@@ -144,7 +144,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int
     step_seconds: float = 0.0  # of the step just done; 0 when there was none
     step_tokens: int = 0
-    blocked_by: str = ""  # what keeps the first in line waiting
+    blocked_by: str = ""  # what keeps the next request waiting
     swapped_out: int = 0  # blocks that went to host memory
     swapped_in: int = 0
     cached_blocks: int = 0  # held by nobody, but of use to the prefix cache

@@ -22,7 +22,7 @@ from chairlift.serving.messages import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every Prometheus reads
 REASONS = ("stop", "length", "abort", "error")
-WAITS = ("seats", "blocks", "tokens", "gate")  # what the scheduler says of the first in line
+WAITS = ("rows", "blocks", "tokens", "gate")  # reasons of the scheduler that block the next request
 NOT_PLANNED = "next_step"  # and where it says nothing: they came after the last step was planned
 CHOICES = ("policy", "batching", "prefill", "preemption", "predictor")
 REFUSALS = (
@@ -294,7 +294,7 @@ class Metrics:
             self._count_up(totals)
 
     def _hold_up(self, waiting: int, reason: str) -> None:
-        """What holds up the first in line holds up all."""
+        """Count all waiting requests under what blocks the next one."""
         before, self._wait = self._wait, self._waits.get(reason, self._waits[""])
         if before is not self._wait:
             before.set(0)

@@ -1,0 +1,203 @@
+"""PrefixBinding: the cached blocks that sequences start with, and the blocks of sequences that others can find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.plan import StepPlan
+from chairlift.core.prefix_cache import HOST, Node, PrefixCache, packed
+from chairlift.core.request import Sequence
+
+_PART = 4  # copy a block for its first tokens if they are at least one in so many of it
+
+
+class PrefixBinding:
+    """Binds sequences to the prefix cache, if there is one. All lookups and insertions go through here."""
+
+    def __init__(self, pool: BlockPool, cache: PrefixCache | None) -> None:
+        self.cache = cache
+        self.running: list[Sequence] = []  # whose answers other sequences may start with
+        self.has_new_tokens = False  # whether answers have grown since they were last inserted
+        self.in_flight: list[StepPlan] = []  # steps that have neither been applied nor failed, in order
+        self._pool = pool
+
+    # ---- lookups
+
+    def find(self, sequence: Sequence) -> list[Node]:
+        """Return the cached blocks that a waiting sequence can start with, and keep the path for the next lookup."""
+        if not self._may_share(sequence):
+            return []
+        prefix, tokens, size = sequence.prefix, sequence.tokens, self._pool.block_size
+        if self.has_new_tokens:  # answers grow in every step, and few steps look anything up
+            for each in self.running:
+                if len(each.tokens) > (each.prefix.kept + 1) * size:
+                    self.insert_answer(each)
+            self.has_new_tokens = False
+        if len(prefix.key) != 4 * len(tokens):
+            prefix.key = packed(tokens)
+        self._match(sequence, prefix.path, prefix.key)
+        return self._useful(sequence, prefix.path)
+
+    def look_up(self, sequence: Sequence) -> list[Node]:
+        """Return the cached blocks that a waiting sequence could start with, without changing anything.
+
+        Unlike `find`, this does not insert the growing answers of running sequences first.
+        """
+        if not self._may_share(sequence):
+            return []
+        path = list(sequence.prefix.path)
+        self._match(sequence, path, packed(sequence.tokens))
+        return self._useful(sequence, path)
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        """Whether a sequence may start with cached blocks: log-probabilities of a prompt need all its logits."""
+        return self.cache is not None and sequence.request.params.prompt_logprobs is None
+
+    def _match(self, sequence: Sequence, path: list[Node], key: bytes) -> None:
+        assert self.cache is not None
+        most = (len(sequence.tokens) - 1) // self._pool.block_size  # the last token is computed: its logits are needed
+        self.cache.match(path, sequence.request.salt, key, most)
+
+    def _useful(self, sequence: Sequence, path: list[Node]) -> list[Node]:
+        """Return the part of a path that is cheaper to load than to compute: nothing if more of it was swapped out."""
+        assert self.cache is not None
+        if self.cache.shelves:
+            path = path[: self.cache.weigh(path)]
+        return path if len(path) * self._pool.block_size > sequence.computed else []
+
+    # ---- admitted sequences
+
+    def bind(self, sequence: Sequence, path: list[Node]) -> tuple[int, int]:
+        """Start a sequence behind `path`; return a block to copy for its first tokens, and how many, or (-1, 0)."""
+        if self.cache is None:
+            return -1, 0
+        prefix, tokens, size = sequence.prefix, sequence.tokens, self._pool.block_size
+        salt, behind = sequence.request.salt, len(path) * size
+        prefix.cursor = path[-1] if path else self.cache.root(salt)
+        prefix.kept = len(path)
+        prefix.path, prefix.key = [], b""
+        rest = tokens[behind : min(behind + size, len(tokens) - 1)]
+        if len(rest) * _PART < size or sequence.saved.blocks or not self._may_share(sequence):
+            return -1, 0
+        block, common = self.cache.match_part(path, salt, rest)
+        return (block, common) if common * _PART >= size else (-1, 0)
+
+    def hold_shelved(self, path: list[Node]) -> list[BlockTable]:
+        """Hold the host and disk blocks of a path, so that making room on the device does not evict them."""
+        shelves = [] if self.cache is None else self.cache.shelves
+        held = [BlockTable() for _ in shelves]
+        for node in path:
+            if node.block < 0:
+                shelves[node.shelf].share(held[node.shelf], [node.slot])
+        return held
+
+    def load_shelved(self, step: StepPlan, path: list[Node], sequence: Sequence, held: list[BlockTable]) -> None:
+        """Move the host and disk blocks of a path to the device, as part of the step."""
+        cache = self.cache
+        if cache is None or all(node.block >= 0 for node in path):
+            return
+        for node in path:
+            if node.block < 0:
+                step.expect(node)
+        for number, slot, block in cache.bring_back(path, sequence.table):
+            (step.restored if number == HOST else step.loaded).append((slot, block))
+        for shelf, table in zip(cache.shelves, held, strict=True):
+            shelf.release(table)
+
+    # ---- insertion
+
+    def insert(self, sequence: Sequence, computed: int, step: StepPlan | None = None) -> None:
+        """Insert the blocks that `computed` tokens fill; `step` computes them, or an earlier one if it is None.
+
+        Within a step every layer writes KV before it attends, so sequences behind it in the same plan may share.
+        """
+        prefix, cache, size = sequence.prefix, self.cache, self._pool.block_size
+        node, first, full = prefix.cursor, prefix.kept, computed // size
+        if cache is None or node is None or full <= first:
+            return
+        tokens, blocks = sequence.tokens, sequence.table.blocks
+        for i in range(first, full):
+            node = cache.insert(node, cache.pack(*tokens[i * size : (i + 1) * size]), blocks[i])
+            if node is None:  # another sequence inserted the same tokens first: the rest of this one stays private
+                break
+            if step is not None:
+                step.expect(node)
+                if i == first:
+                    self._expect_started(node, sequence)
+        prefix.cursor, prefix.kept = node, full
+
+    def insert_answer(self, sequence: Sequence) -> None:
+        """Insert the blocks of an answer; the prompt's have been inserted when they were planned."""
+        if not sequence.is_search and sequence.computed >= len(sequence.tokens) - 1:
+            self.insert(sequence, len(sequence.tokens) - 1)  # the last known token may not be computed yet
+
+    def _expect_started(self, node: Node, sequence: Sequence) -> None:
+        """Let a block depend on the earlier steps in flight that wrote its first tokens, too.
+
+        The blocks behind it in the tree are removed with it.
+        """
+        for earlier in self.in_flight:
+            if sequence in earlier.sequences or sequence in earlier.placed:
+                earlier.expect(node)
+
+    # ---- steps
+
+    def plan_moves(self, step: StepPlan) -> None:
+        """Add the evictions to host memory and disk to a step."""
+        cache = self.cache
+        if cache is None:
+            return
+        for source, shelf, slot, node in cache.leaving:
+            (step.saved if shelf == HOST else step.spilled).append((source, slot))
+            step.fresh.append(node)
+        cache.leaving = []
+
+    def confirm(self, step: StepPlan) -> None:
+        """Note that a step succeeded: the blocks that it wrote are valid."""
+        self._take_out(step)
+        for node in step.fresh:
+            node.passes -= 1
+
+    def disown(self, step: StepPlan, running: Iterable[Sequence]) -> list[Sequence]:
+        """Remove the blocks that a failed step should have written; return the running sequences that share them."""
+        unsaved = {slot for _, slot in step.saved}
+        later = self._take_out(step)
+        lost = {block for each in later for slot, block in each.restored if slot in unsaved}
+        if self.cache is not None:
+            for node in (*step.fresh, *filter(None, map(self.cache.node_at, lost))):
+                lost.update(self.cache.remove(node))
+        return [each for each in running if not lost.isdisjoint(each.table.blocks)] if lost else []
+
+    def _take_out(self, step: StepPlan) -> list[StepPlan]:
+        """Remove a step from those in flight; return the steps that were planned after it."""
+        if step not in self.in_flight:
+            return []
+        place = self.in_flight.index(step)
+        del self.in_flight[place]
+        return self.in_flight[place:]
+
+    # ---- invariants
+
+    def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Check the tree, its host and disk blocks, and the path of every running sequence."""
+        if self.cache is None:
+            return
+        self.cache.check()
+        for number, shelf in enumerate(self.cache.shelves):
+            shelf.check(sequence.saved for sequence in waiting if number == HOST)
+        for sequence in running:
+            self._check_path(sequence)
+
+    def _check_path(self, sequence: Sequence) -> None:
+        """Check that the nodes on a sequence's path hold its tokens and its blocks."""
+        node, size = sequence.prefix.cursor, self._pool.block_size
+        if node is None or (node.block < 0 and node.parent is not None):
+            return
+        for i in reversed(range(sequence.prefix.kept)):
+            assert node is not None
+            assert node.block == sequence.table.blocks[i]
+            assert node.chunk == packed(sequence.tokens[i * size : (i + 1) * size])
+            node = node.parent
+        assert node is not None
+        assert node.chunk == sequence.request.salt.encode()
