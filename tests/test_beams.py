@@ -201,7 +201,7 @@ def test_an_aborted_search_leaves_nothing_behind(folder: Path) -> None:
 
 
 def test_what_beams_cannot_do_is_refused_by_name(folder: Path) -> None:
-    with pytest.raises(RequestError, match="no use for stop, penalties"):
+    with pytest.raises(RequestError, match="does not support stop, penalties"):
         SamplingParams(use_beam_search=True, n=2, stop="x", presence_penalty=1.0)
     with pytest.raises(RequestError, match="best_of is 1, out of range: use n or more"):
         SamplingParams(n=2, best_of=1)

@@ -123,5 +123,5 @@ def test_one_that_fails_ends_its_own_request(llm: LLM, function: Callable[..., A
 def test_what_cannot_be_called_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="logits_processors holds 5"):
         params(5)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="no use for logits_processors"):
+    with pytest.raises(RequestError, match="does not support logits_processors"):
         params(follow, use_beam_search=True, n=2)

@@ -252,7 +252,7 @@ def test_answers_that_are_made_count_wherever_the_requests_are_measured(server: 
         ({"use_beam_search": "yes"}, "use_beam_search", "use true or false"),
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", "'never'"),
         ({"use_beam_search": True, "length_penalty": 1000}, "length_penalty", "out of range"),
-        ({"use_beam_search": True, "stop": ["x"]}, ..., "has no use for stop"),
+        ({"use_beam_search": True, "stop": ["x"]}, ..., "does not support stop"),
         ({"use_beam_search": True, "n": 40, "max_tokens": 200}, None, "40 beams .* KV blocks and there are 256"),
     ],
 )
