@@ -12,7 +12,7 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import RequestError
-from chairlift.track import Track
+from chairlift.offline.track import Track
 from tiny import make_tiny_model
 
 PROMPT = "The chairlift never stops"

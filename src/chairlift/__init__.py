@@ -12,8 +12,8 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from chairlift.beam_search import BeamSearchParams
-    from chairlift.llm import LLM
+    from chairlift.offline.beam_search import BeamSearchParams
+    from chairlift.offline.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "ChairliftError", "SamplingParams", "__version__"]
@@ -22,11 +22,11 @@ __all__ = ["LLM", "BeamSearchParams", "ChairliftError", "SamplingParams", "__ver
 def __getattr__(name: str) -> Any:
     # The core is pure Python: importing it must not import torch.
     if name == "LLM":
-        from chairlift.llm import LLM
+        from chairlift.offline.llm import LLM
 
         return LLM
     if name == "BeamSearchParams":
-        from chairlift.beam_search import BeamSearchParams
+        from chairlift.offline.beam_search import BeamSearchParams
 
         return BeamSearchParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

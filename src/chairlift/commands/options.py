@@ -16,7 +16,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings, options
 
 if TYPE_CHECKING:
-    from chairlift.defaults import SamplingDefaults
+    from chairlift.offline.defaults import SamplingDefaults
 
 DEFAULT_MODEL = "smollm2-135m"  # models.sources has it too, but importing that would import torch; a test compares
 

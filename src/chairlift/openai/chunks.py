@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.openai.replies import Scores, chat_logprobs, echoed, prompt_logprobs, text_logprobs
 
 if TYPE_CHECKING:
-    from chairlift.outputs import RequestOutput
+    from chairlift.text.outputs import RequestOutput
     from chairlift.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,6 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import FinishReason
 from chairlift.openai.chunks import Piece
-from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.admission import Ticket
 from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.engine_client import EngineClient
@@ -22,6 +21,7 @@ from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import AnswerPart, OutputPart, read_scores
 from chairlift.text.answer import best, readers_of
+from chairlift.text.outputs import RequestMetrics, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 _AT_ONCE = 64 << 10  # bytes of pieces that are written in one go

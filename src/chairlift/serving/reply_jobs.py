@@ -12,8 +12,8 @@ import msgspec
 
 from chairlift.core.plan import TokenLogprobs
 from chairlift.openai.replies import chat_completion, text_completion
-from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.text.answer import Answer, Logprob, describe
+from chairlift.text.outputs import RequestMetrics, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 _decode_entry = msgspec.msgpack.Decoder(TokenLogprobs).decode

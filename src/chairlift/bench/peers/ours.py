@@ -16,7 +16,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.costs.machine import measure_rates
 from chairlift.costs.steps import Stopwatch
 from chairlift.execution.build import choose_device
-from chairlift.llm import LLM
+from chairlift.offline.llm import LLM
 
 STEPS = "steps.json"  # in the scratch folder: what steps cost, if that was asked
 _IMPORTED = time.monotonic()

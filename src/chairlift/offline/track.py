@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from chairlift.core.plan import PromptLogprobs, TokenLogprobs
 from chairlift.core.request import FinishReason, Request, Sequence
-from chairlift.outputs import Chunk, RequestMetrics, RequestOutput
 from chairlift.text.answer import AnswerReader, best, describe, readers_of
+from chairlift.text.outputs import Chunk, RequestMetrics, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 

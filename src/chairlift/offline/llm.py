@@ -11,24 +11,24 @@ from itertools import count, islice
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from chairlift.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.core.values import one_line
-from chairlift.defaults import read_defaults
-from chairlift.driver import Driver
 from chairlift.engine.garbage import no_full_collections
 from chairlift.execution.build import Built, build
-from chairlift.keywords import check_params, either, refuse_unknown
 from chairlift.models.sources import DEFAULT_MODEL
-from chairlift.outputs import Chunk, RequestOutput
-from chairlift.processors import SafeProcessor
-from chairlift.prompts import Message, Prompt, PromptReader, as_list
+from chairlift.offline.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
+from chairlift.offline.defaults import read_defaults
+from chairlift.offline.driver import Driver
+from chairlift.offline.keywords import check_params, either, refuse_unknown
+from chairlift.offline.processors import SafeProcessor
+from chairlift.offline.prompts import Message, Prompt, PromptReader, as_list
+from chairlift.offline.track import Track
+from chairlift.offline.vocabulary import read_tokenizer
+from chairlift.text.outputs import Chunk, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.track import Track
-from chairlift.vocabulary import read_tokenizer
 
 __all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from chairlift.core.request import Request
 from chairlift.engine.engine import Engine
-from chairlift.outputs import Chunk
+from chairlift.offline.track import Track
+from chairlift.text.outputs import Chunk
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.track import Track
 
 
 class Driver:
