@@ -22,7 +22,6 @@ import zmq
 
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
-from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, Outcome, StepPlan, TokenLogprobs
 from chairlift.core.policies import Fair
 from chairlift.core.request import Request
@@ -253,34 +252,14 @@ def address_of(request: Request) -> tuple[int, int]:
 
 
 def as_request(name: str, order: Submit) -> Request:
-    """A request of the core; SamplingParams checks every value once more."""
+    """Return an order as a request of the core."""
     return Request(
         id=name,
         prompt=order.prompt,
-        params=SamplingParams(
-            n=order.n,
-            best_of=order.best_of,
-            use_beam_search=order.use_beam_search,
-            length_penalty=order.length_penalty,
-            early_stopping=order.early_stopping,
-            temperature=order.temperature,
-            top_k=order.top_k,
-            top_p=order.top_p,
-            min_p=order.min_p,
-            repetition_penalty=order.repetition_penalty,
-            presence_penalty=order.presence_penalty,
-            frequency_penalty=order.frequency_penalty,
-            logit_bias=order.logit_bias,
-            allowed_token_ids=order.allowed_token_ids,
-            max_tokens=order.max_tokens,
-            min_tokens=order.min_tokens,
-            stop_token_ids=order.stop_ids,
-            ignore_eos=True,  # where it is not ignored, it is among the stop ids
-            logprobs=order.logprobs,
-            prompt_logprobs=order.prompt_logprobs,
-        ),
+        params=order.params,
         arrival=order.arrival,
         seed=order.seed,
+        eos_ids=frozenset(order.eos_ids),
         bad_words=tuple(map(tuple, order.bad_words)),
         tenant=order.tenant,
         weight=order.weight,

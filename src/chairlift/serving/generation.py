@@ -35,7 +35,7 @@ class Asked:
     prompt: list[int]
     params: SamplingParams
     seed: int
-    stop_ids: list[int]
+    eos_ids: list[int]
     bad_words: list[list[int]]
 
 
@@ -88,28 +88,11 @@ class Generation:
             key=self._key,
             id=terms.id,
             prompt=asked.prompt,
+            params=params.for_engine(),
             arrival=self._group.arrival,
             seed=asked.seed,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            n=params.n,
-            best_of=params.best_of,
-            use_beam_search=params.use_beam_search,
-            length_penalty=float(params.length_penalty),
-            early_stopping=params.early_stopping,  # type: ignore[arg-type]  # a bool or "never"
-            temperature=float(params.temperature),
-            top_k=params.top_k,
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            repetition_penalty=float(params.repetition_penalty),
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            logit_bias={token: float(bias) for token, bias in params.logit_bias.items()},
-            allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
-            stop_ids=asked.stop_ids,
+            eos_ids=asked.eos_ids,
             bad_words=asked.bad_words,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
             tenant=terms.tenant,
             weight=terms.weight,
             priority=terms.priority,
