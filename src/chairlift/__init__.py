@@ -12,11 +12,12 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from chairlift.offline.async_engine import AsyncEngine
     from chairlift.offline.beam_search import BeamSearchParams
     from chairlift.offline.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "ChairliftError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "ChairliftError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from chairlift.offline.llm import LLM
 
         return LLM
+    if name == "AsyncEngine":
+        from chairlift.offline.async_engine import AsyncEngine
+
+        return AsyncEngine
     if name == "BeamSearchParams":
         from chairlift.offline.beam_search import BeamSearchParams
 

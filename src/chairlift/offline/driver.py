@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from chairlift.core.plan import Event
+from chairlift.core.plan import Event, Outcome
 from chairlift.core.request import Request, Sequence
 from chairlift.engine.engine import Engine
 from chairlift.offline.track import Track
@@ -72,7 +72,10 @@ class Driver:
 
     def step(self) -> int:
         """Run one step of the engine; return how many tokens it generated."""
-        outcome = self._engine.step()
+        return self.read(self._engine.step())
+
+    def read(self, outcome: Outcome) -> int:
+        """Give each request its part of a step's outcome; return how many tokens the step generated."""
         if self._failures:
             self._end_failed()
         self._read_events(outcome.events)

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from chairlift.core.policies import Fair
 from chairlift.core.request import Request
 from chairlift.engine.engine import Engine
 from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
+from chairlift.engine.loop import drive
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.link import Link
@@ -73,35 +73,42 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until the parent process is gone, or until the engine cannot run another step."""
-        clock = self._engine.clock
         postpone_full_collections()  # the prefix cache alone has tens of thousands of objects: 20 to 100 ms
-        while os.getppid() == self._parent and self._engine.fault is None:
-            self._beat.touch(clock.now(), self._patience)
-            # A batch that waits to be full has work, but nothing to do yet.
-            pause = self._engine.pause if self._engine.has_work else inf
-            if pause:
-                self._report(Outcome())
-                if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause))):
-                    self._collect_garbage(clock.now())
-            self._take_orders()
-            self._answer_questions()
-            if self._engine.has_work:
-                self._wait_for_readers()
-                before = clock.now()
-                outcome = self._engine.step()
-                took = clock.now() - before
-                # A step that took long shows how long one may take: the next such must not look like a standstill.
-                self._patience = max(self._patience, 3 * took)
-                # A plan that computes nothing is no step: a message for each would flood the HTTP process.
-                self._report(outcome, took if outcome or self._engine.last_tokens else 0.0)
-                self._has_run = True
-                if before - self._last_collection > _COLLECT_EVERY:
-                    self._collect_garbage(before)
+        drive(self._engine, self)
         if self._engine.fault is not None:
             log.error("the engine process ends, to be started again: %s", self._engine.fault)
         for link in self._links:
             link.close()
         self._context.term()
+
+    # ---- the engine's port
+
+    def is_open(self) -> bool:
+        """Whether there is a process to serve; also shows that the loop is alive."""
+        self._beat.touch(self._engine.clock.now(), self._patience)
+        return os.getppid() == self._parent
+
+    def receive(self, wait: float) -> None:
+        """Take the orders of all HTTP processes; with nothing to compute, wait for the next."""
+        if wait:
+            self._send_updates(Outcome())
+            if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * wait))):
+                self._collect_garbage(self._engine.clock.now())
+        self._take_orders()
+        self._answer_questions()
+        if self._engine.has_work:
+            self._wait_for_readers()
+
+    def report(self, outcome: Outcome, seconds: float) -> None:
+        """Send a step's updates."""
+        # A step that took long shows how long one may take: the next such must not look like a standstill.
+        self._patience = max(self._patience, 3 * seconds)
+        # A plan that computes nothing is no step: a message for each would flood the HTTP process.
+        self._send_updates(outcome, seconds if outcome or self._engine.last_tokens else 0.0)
+        self._has_run = True
+        now = self._engine.clock.now()
+        if now - self._last_collection > _COLLECT_EVERY:
+            self._collect_garbage(now)
 
     def _wait_for_readers(self) -> None:
         """Make no step while an HTTP process that reads is far behind: its unread news would fill the memory."""
@@ -184,7 +191,7 @@ class EngineLoop:
 
     # ---- news out
 
-    def _report(self, outcome: Outcome, took: float = 0.0) -> None:
+    def _send_updates(self, outcome: Outcome, took: float = 0.0) -> None:
         news: dict[int, list[News]] = defaultdict(list)
         for event in outcome:
             number, key = address_of(event.sequence.request)
