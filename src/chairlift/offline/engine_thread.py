@@ -142,12 +142,7 @@ class EngineThread:
             if output.finished:
                 del self._live[stream.id]
                 if track.request.params.width != track.request.params.n:
-                    chunks = [
-                        Chunk(
-                            each.text, each.token_ids, each.index, each.finish_reason, each.stop_reason, each.logprobs
-                        )
-                        for each in output.outputs
-                    ]
+                    chunks = list(map(as_chunk, output.outputs))
             if chunks or output.finished:
                 stream.output = output
                 stream._chunks.extend(chunks)
@@ -174,5 +169,5 @@ class EngineThread:
 
 def as_chunk(answer: Answer) -> Chunk:
     """Return a whole answer as one chunk."""
-    told = (answer.text, answer.token_ids, answer.index, answer.finish_reason, answer.stop_reason, answer.logprobs)
-    return Chunk(*told)
+    ids, logprobs = list(answer.token_ids), answer.logprobs
+    return Chunk(answer.text, ids, answer.index, answer.finish_reason, answer.stop_reason, logprobs)
