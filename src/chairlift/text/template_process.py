@@ -41,7 +41,7 @@ class TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started the child; a fork of it must start its own
 
-    def render(self, template: str, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, template: str, messages: Sequence[Message], /, **options: Any) -> str:
         """Write a conversation as a prompt."""
         try:
             asked = json.dumps([template, list(messages), options], default=_plain).encode()
@@ -116,7 +116,7 @@ _process = TemplateProcess()
 atexit.register(_process.close)
 
 
-def render_confined(template: str, messages: Sequence[Message], **options: Any) -> str:
+def render_confined(template: str, messages: Sequence[Message], /, **options: Any) -> str:
     """Render in this process's one child; the arguments are those of `template.render`."""
     return _process.render(template, messages, **options)
 
