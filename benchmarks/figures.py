@@ -17,9 +17,10 @@ from rich.text import Text
 from chairlift.core.blocks import BlockPool
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import StepResult
 from chairlift.report.drawing import COLORS
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.outputs import CompletionOutput, RequestOutput
+from chairlift.text.outputs import CompletionOutput, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 PROMPTS = ["The chairlift never stops", "each chair that comes by empty takes the next in the queue " * 2]

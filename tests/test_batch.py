@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.batch import CHAT, COMPLETIONS, Tally, run_batch
 from chairlift.core.errors import ChairliftError, RequestError
-from chairlift.llm import Prompt
-from chairlift.outputs import RequestOutput
+from chairlift.offline.batch import CHAT, COMPLETIONS, Tally, run_batch
+from chairlift.offline.llm import Prompt
+from chairlift.text.outputs import RequestOutput
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ KILLED_AT_THE_RENAME = """
 import os, signal, sys
 from pathlib import Path
 from chairlift import LLM
-from chairlift.batch import run_batch
+from chairlift.offline.batch import run_batch
 model, source, target = sys.argv[1:]
 llm = LLM(model, progress=False)
 sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == "os.rename" else None)

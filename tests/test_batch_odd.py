@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.batch import CHAT, COMPLETIONS, Tally, run_batch
 from chairlift.core.errors import ChairliftError
+from chairlift.offline.batch import CHAT, COMPLETIONS, Tally, run_batch
 from spoil import spoil_bytes, spoil_value
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.batch import CHAT, COMPLETIONS, run_batch
 from chairlift.core.errors import SettingsError
+from chairlift.offline.batch import CHAT, COMPLETIONS, run_batch
 from serving.running import running
 from tiny import make_tiny_model
 

@@ -12,7 +12,7 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import RequestError
-from chairlift.track import Track
+from chairlift.offline.track import Track
 from tiny import make_tiny_model
 
 PROMPT = "The chairlift never stops"
@@ -117,12 +117,12 @@ def test_a_stream_says_the_same_as_generate_piece_by_piece(llm: LLM) -> None:
 
 
 def test_tokens_that_nobody_streams_are_read_at_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int | None] = []
+    told: list[int] = []
     read = Track.read
 
-    def watched(track: Track, now: Any, sequence: Any, token: int | None, *more: Any) -> bool:
-        told.append(token)
-        return read(track, now, sequence, token, *more)
+    def watched(track: Track, now: Any, sequence: Any, tokens: tuple[int, ...], *more: Any) -> bool:
+        told.extend(tokens)
+        return read(track, now, sequence, tokens, *more)
 
     monkeypatch.setattr(Track, "read", watched)
     (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2))

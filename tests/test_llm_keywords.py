@@ -10,7 +10,7 @@ import pytest
 from chairlift import LLM, ChairliftError, SamplingParams
 from chairlift.core.settings import options
 from chairlift.core.vllm_names import ABSENT, RENAMED, flag_hint, setting_hint
-from chairlift.outputs import RequestOutput
+from chairlift.text.outputs import RequestOutput
 
 PROMPT = "The chairlift never stops"
 TALK = [{"role": "user", "content": "Hello"}]

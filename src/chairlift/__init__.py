@@ -12,21 +12,26 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from chairlift.beam_search import BeamSearchParams
-    from chairlift.llm import LLM
+    from chairlift.offline.async_engine import AsyncEngine
+    from chairlift.offline.beam_search import BeamSearchParams
+    from chairlift.offline.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "ChairliftError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "BeamSearchParams", "ChairliftError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     # The core is pure Python: importing it must not import torch.
     if name == "LLM":
-        from chairlift.llm import LLM
+        from chairlift.offline.llm import LLM
 
         return LLM
+    if name == "AsyncEngine":
+        from chairlift.offline.async_engine import AsyncEngine
+
+        return AsyncEngine
     if name == "BeamSearchParams":
-        from chairlift.beam_search import BeamSearchParams
+        from chairlift.offline.beam_search import BeamSearchParams
 
         return BeamSearchParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

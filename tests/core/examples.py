@@ -10,11 +10,12 @@ from fakes import VOCAB, ManualClock
 from chairlift.core.blocks import BlockPool
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, StepPlan, StepResult
+from chairlift.core.plan import Event, StepPlan
 from chairlift.core.policy import Policy
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import StepResult
 from chairlift.engine.engine import Engine
 
 WORD = 7  # the token that every step of an example gives, unless it says otherwise

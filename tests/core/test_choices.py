@@ -15,10 +15,11 @@ from chairlift.core.cost import Cost, Work, pairs_of
 from chairlift.core.errors import SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
+from chairlift.core.step import StepResult
 from chairlift.core.watermark import Watermark
 
 

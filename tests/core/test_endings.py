@@ -22,9 +22,10 @@ from examples import (
 )
 from fakes import answer_to
 
-from chairlift.core.plan import Event, StepResult
+from chairlift.core.plan import Event
 from chairlift.core.request import FinishReason, Phase
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import StepResult
 from chairlift.engine.engine import Engine
 
 

@@ -14,13 +14,14 @@ from chairlift.core.cost import Cost
 from chairlift.core.explain import MOST, Standing, explain
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import StepPlan
 from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import Scored
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
+from chairlift.core.step import StepResult
 
 BLOCK = 4
 

@@ -13,11 +13,12 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import StepPlan
 from chairlift.core.policies import Fair
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
+from chairlift.core.step import StepResult
 
 
 def made(seats: int, blocks: int = 100, preemption: str = "recompute") -> tuple[Scheduler, Fair]:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cost import Cost
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepResult
 from chairlift.core.policies import POLICIES
 from chairlift.core.policy import Knowledge
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.prefix_cache import Node, PrefixCache, packed
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import StepResult
 from chairlift.engine.engine import Engine
 
 SIZE = 4

@@ -32,11 +32,12 @@ from chairlift.core.cost import Cost
 from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, Outcome, StepPlan, StepResult
+from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.prefix_cache import Node, PrefixCache
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
+from chairlift.core.step import StepResult
 from chairlift.engine.engine import Engine
 
 

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGUFWriter
 from test_checkpoint import hf_tensors, write_gguf
 
-from chairlift.defaults import read_defaults
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.recommended import recommended_sampling
 from chairlift.models.sources import resolve
+from chairlift.offline.defaults import read_defaults
 from tiny import make_tiny_model
 
 

@@ -13,8 +13,8 @@ from openai import OpenAI
 from running import Running, keys_file, running
 
 from chairlift import LLM, SamplingParams
-from chairlift.batch import run_batch
 from chairlift.core.errors import RequestError
+from chairlift.offline.batch import run_batch
 
 PROMPT = "The chairlift never stops"
 MESSAGES: Any = [{"role": "user", "content": "What is the answer?"}]

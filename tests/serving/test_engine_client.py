@@ -12,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from chairlift.core.params import SamplingParams
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
 from chairlift.serving.engine_client import EngineClient
@@ -74,13 +75,7 @@ async def until(condition: Any) -> None:
 
 
 def order(key: int) -> messages.Submit:
-    values = {"key": key, "id": "r", "prompt": [5], "arrival": 0.0, "seed": 0, "max_tokens": 4, "min_tokens": 0, "n": 1}
-    values |= {"best_of": None, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
-    values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    values |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None}
-    values |= {"stop_ids": [], "bad_words": [], "logprobs": None, "prompt_logprobs": None, "tenant": "", "weight": 1.0}
-    values |= {"priority": 0, "deadline": None, "endpoint": "", "salt": ""}
-    return messages.Submit(**values)  # type: ignore[arg-type]
+    return messages.Submit(key, "r", [5], SamplingParams(max_tokens=4))
 
 
 def test_a_request_for_an_engine_that_has_ended_is_lost_at_once_and_said_to_be(tmp_path: Path) -> None:

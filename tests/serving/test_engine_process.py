@@ -8,6 +8,7 @@ from pathlib import Path
 import fake_engine
 import zmq
 
+from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Outcome
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
@@ -43,9 +44,4 @@ def test_steps_that_compute_nothing_send_nothing(tmp_path: Path) -> None:
 
 
 def order() -> messages.Submit:
-    values = {"key": 1, "id": "r", "prompt": [5], "arrival": 0.0, "seed": 0, "max_tokens": 4, "min_tokens": 0, "n": 1}
-    values |= {"best_of": None, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}
-    values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    values |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None}
-    values |= {"stop_ids": [], "bad_words": [], "logprobs": None, "prompt_logprobs": None, "tenant": "", "weight": 1.0}
-    return messages.Submit(**values, priority=0, deadline=None, endpoint="", salt="")
+    return messages.Submit(1, "r", [5], SamplingParams(max_tokens=4))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from chairlift.core.errors import RequestError
-from chairlift.core.plan import TokenLogprobs
+from chairlift.core.step import TokenLogprobs
 from chairlift.serving import text_pool
 from chairlift.serving.failures import Failure
 from chairlift.serving.messages import encode

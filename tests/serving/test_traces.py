@@ -2,9 +2,8 @@
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.serving.traces import Traces
-from chairlift.text.answer import Answer
+from chairlift.text.outputs import Answer, RequestMetrics, RequestOutput
 
 
 def test_a_request_becomes_a_span_in_its_callers_trace() -> None:

@@ -14,7 +14,7 @@ from chairlift.commands.screen import begin_loading, notes
 from chairlift.core.words import counted
 
 if TYPE_CHECKING:
-    from chairlift.batch_output import Tally
+    from chairlift.offline.batch_output import Tally
 
 
 @with_settings
@@ -39,13 +39,13 @@ def batch(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from chairlift.batch import check_files, count_lines, run_batch
+    from chairlift.offline.batch import check_files, count_lines, run_batch
 
     watched = sys.stderr.isatty()
     check_files(source, target)
     total = count_lines(source)
     begin_loading(model, settings, is_told=watched)
-    from chairlift.llm import LLM
+    from chairlift.offline.llm import LLM
 
     llm = LLM(model, progress=watched, **settings)
     start = time.monotonic()

@@ -19,7 +19,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.words import counted
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM
+    from chairlift.offline.llm import LLM
 
 HELP = """/reset  begin a new conversation
 /quit   quit (or Ctrl-D)

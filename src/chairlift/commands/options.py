@@ -16,7 +16,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings, options
 
 if TYPE_CHECKING:
-    from chairlift.defaults import SamplingDefaults
+    from chairlift.offline.defaults import SamplingDefaults
 
 DEFAULT_MODEL = "smollm2-135m"  # also in models.sources, whose import is slow (torch); a test compares the two
 

@@ -13,7 +13,7 @@ from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM, Prompt
+    from chairlift.offline.llm import LLM, Prompt
 
 SEPARATOR = "---"
 

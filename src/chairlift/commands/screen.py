@@ -14,8 +14,8 @@ from chairlift.core.settings import Settings
 from chairlift.core.words import counted
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM
-    from chairlift.outputs import Chunk
+    from chairlift.offline.llm import LLM
+    from chairlift.text.outputs import Chunk
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -37,7 +37,7 @@ def begin_loading(model: str, settings: dict[str, Any], *, is_told: bool) -> Non
 def open_llm(model: str, settings: dict[str, Any], *, is_told: bool | None = None) -> LLM:
     """Load a model, with progress on stderr if it is a terminal."""
     begin_loading(model, settings, is_told=sys.stderr.isatty() if is_told is None else is_told)
-    from chairlift.llm import LLM
+    from chairlift.offline.llm import LLM
 
     settings = {"seed": secrets.randbits(31), **settings}  # at a terminal, asking again should give another answer
     return LLM(model, progress=sys.stderr.isatty(), **settings)

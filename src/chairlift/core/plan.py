@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 from chairlift.core.prefix_cache import Node
 from chairlift.core.request import FinishReason, Sequence
-from chairlift.core.step import Candidates as Candidates
-from chairlift.core.step import Newcomer, Step
-from chairlift.core.step import PromptLogprobs as PromptLogprobs
-from chairlift.core.step import StepResult as StepResult
-from chairlift.core.step import TokenLogprobs as TokenLogprobs
+from chairlift.core.step import Newcomer, PromptLogprobs, Step, TokenLogprobs
 
 
 class Slice(NamedTuple):

@@ -12,9 +12,9 @@ from rich.table import Table
 from chairlift.core.blocks import BlockPool
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import StepResult
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.step import StepResult
 from chairlift.report.tables import Columns, number_table
 
 COLUMNS: Columns = (

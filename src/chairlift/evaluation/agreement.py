@@ -28,7 +28,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
 from chairlift.evaluation.twin import Subject
-from chairlift.llm import LLM
+from chairlift.offline.llm import LLM
 from chairlift.report.numbers import common_length
 from chairlift.report.tables import table
 

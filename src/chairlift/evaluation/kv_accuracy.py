@@ -14,7 +14,7 @@ from rich.table import Table
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 from chairlift.core.words import counted
-from chairlift.llm import LLM
+from chairlift.offline.llm import LLM
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.report.tables import table
 

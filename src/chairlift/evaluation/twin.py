@@ -17,7 +17,7 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.families import outline, read_config
 from chairlift.models.loader import RandomTensors, TensorSource
 from chairlift.models.sources import resolve
-from chairlift.vocabulary import read_tokenizer
+from chairlift.offline.vocabulary import read_tokenizer
 
 _SHARD_BYTES = 2 << 30
 

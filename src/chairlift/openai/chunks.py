@@ -5,38 +5,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from chairlift.openai.replies import Scores, chat_logprobs, echoed, prompt_logprobs, text_logprobs
+from chairlift.text.outputs import Chunk
 
 if TYPE_CHECKING:
-    from chairlift.outputs import RequestOutput
+    from chairlift.text.outputs import RequestOutput
     from chairlift.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class Piece:
-    """The new text and tokens of one choice since its last piece."""
-
-    choice: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Scores] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def join(self, later: Piece) -> None:
-        """Append the next piece of the same choice."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        if self.logprobs is not None and later.logprobs is not None:
-            self.logprobs += later.logprobs
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-
-
 class Chunks(ABC):
-    """Writes the chunks of one reply; their common fields are built once.
+    """Writes the chunks of one reply; the index of a piece is that of its choice. Fields that all share are made once.
 
     `prompts` has the prompt of each choice, with its log-probabilities by the time of the choice's first piece.
     """
@@ -61,8 +41,8 @@ class Chunks(ABC):
         self._started: set[int] = set()
 
     @abstractmethod
-    def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a piece."""
+    def of(self, piece: Chunk) -> Iterator[dict[str, Any]]:
+        """The chunks that carry a piece."""
 
     def usage(self, used: dict[str, Any]) -> dict[str, Any]:
         """Return the last chunk, with usage and no choices."""
@@ -94,24 +74,24 @@ class ChatChunks(Chunks):
         super().__init__(*args, **options)
         self._top = top
 
-    def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a piece."""
-        if piece.choice not in self._started:
-            first = self._chunk(self._choice(piece.choice, {"role": "assistant", "content": ""}))
-            # All choices have the same prompt: only the first chunk carries it.
-            yield first if self._started else first | self._prompt(piece.choice, scores=True)
-            self._started.add(piece.choice)
+    def of(self, piece: Chunk) -> Iterator[dict[str, Any]]:
+        """The chunks that carry a piece."""
+        if piece.index not in self._started:
+            first = self._chunk(self._choice(piece.index, {"role": "assistant", "content": ""}))
+            # All choices have one prompt: it is told once.
+            yield first if self._started else first | self._prompt(piece.index, scores=True)
+            self._started.add(piece.index)
         scores = None
         if piece.logprobs:
             scores = chat_logprobs(piece.token_ids, piece.logprobs, self._top, self._tokenizer)
         if piece.text or scores is not None or (self._with_ids and piece.token_ids):
-            choice = self._choice(piece.choice, {"content": piece.text})
+            choice = self._choice(piece.index, {"content": piece.text})
             choice["logprobs"] = scores
             if self._with_ids:
                 choice["token_ids"] = piece.token_ids
             yield self._chunk(choice)
         if piece.finish_reason is not None:
-            choice = self._choice(piece.choice, {})
+            choice = self._choice(piece.index, {})
             choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
             yield self._chunk(choice)
 
@@ -130,22 +110,21 @@ class TextChunks(Chunks):
         self._no_output = no_output
         self._offsets = [0] * len(self._prompts)
 
-    def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a piece."""
+    def of(self, piece: Chunk) -> Iterator[dict[str, Any]]:
+        """The chunks that carry a piece."""
         if self._no_output:
-            piece = Piece(piece.choice, "", [], None, piece.finish_reason, piece.stop_reason)
-        prompt_fields: dict[str, Any] = {}
-        if piece.choice not in self._started:
-            self._started.add(piece.choice)
-            prompt_fields = self._prompt(piece.choice, scores=not self._echo)  # with echo, _echoed has the logprobs
+            piece = Chunk("", [], piece.index, piece.finish_reason, piece.stop_reason)
+        told = {}
+        if piece.index not in self._started:
+            self._started.add(piece.index)
+            told = self._prompt(piece.index, scores=not self._echo)  # an echo shows them in its own way
             if self._echo:
-                yield self._chunk(self._echoed(piece.choice) | prompt_fields)
-                prompt_fields = {}
+                yield self._chunk(self._echoed(piece.index) | told)
+                told = {}
         new_ids = self._with_ids and piece.token_ids
-        if piece.text or piece.finish_reason is not None or piece.logprobs or new_ids or prompt_fields:
-            choice = self._choice(piece.choice, piece.text, piece.token_ids, piece.logprobs)
-            end = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-            yield self._chunk(choice | end | prompt_fields)
+        if piece.text or piece.finish_reason is not None or piece.logprobs or new_ids or told:
+            choice = self._choice(piece.index, piece.text, piece.token_ids, piece.logprobs)
+            yield self._chunk(choice | {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason} | told)
 
     def _echoed(self, choice: int) -> dict[str, Any]:
         """Return the prompt as a choice, with its log-probabilities if the answer has them."""

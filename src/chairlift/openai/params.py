@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_type_hints
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import ALL, SamplingParams
@@ -22,32 +22,34 @@ _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 _NO_DEFAULTS: Mapping[str, Any] = {}
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 
-# Fields of SamplingParams with their JSON type; SamplingParams checks the ranges.
-_FIELDS: dict[str, str] = {
-    "n": "a whole number",
-    "best_of": "a whole number",
-    "temperature": "a number",
-    "top_p": "a number",
-    "presence_penalty": "a number",
-    "frequency_penalty": "a number",
-    "seed": "a whole number",
-    "stop": "a string or a list of strings",
-    # beyond OpenAI
-    "top_k": "a whole number",
-    "min_p": "a number",
-    "repetition_penalty": "a number",
-    "min_tokens": "a whole number",
-    "ignore_eos": "true or false",
-    "include_stop_str_in_output": "true or false",
-    "skip_special_tokens": "true or false",
-    "stop_token_ids": "a list of whole numbers",
-    "allowed_token_ids": "a list of whole numbers",
-    "bad_words": "a list of strings",
-    "prompt_logprobs": "a whole number",
-    "truncate_prompt_tokens": "a whole number",
-    "use_beam_search": "true or false",
-    "length_penalty": "a number",
-    "early_stopping": "true, false or 'never'",
+# What JSON may hold for each type of a SamplingParams field; SamplingParams checks the ranges.
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    bool | Literal["never"]: "true, false or 'never'",
+    Sequence[int]: "a list of whole numbers",
+    str | Sequence[str]: "a string or a list of strings",
+}
+# Fields that OpenAI gives another form or default, which `_read` knows.
+READ_APART = frozenset({"max_tokens", "logprobs", "logit_bias"})
+NOT_OVER_HTTP = {
+    "detokenize": "a reply is text; return_token_ids adds the ids",
+    "logits_processors": "a server runs no code of its clients",
+}
+
+
+def _kind(hint: Any) -> str:
+    """Return what JSON may hold for a field of this type; null is always allowed, as absent."""
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    return _KINDS[Union[tuple(parts)] if type(None) in get_args(hint) else hint]  # noqa: UP007  # of a variable
+
+
+# The fields of SamplingParams that a body may have under their own names.
+FIELDS: dict[str, str] = {
+    name: _kind(hint)
+    for name, hint in get_type_hints(SamplingParams).items()
+    if name not in READ_APART and name not in NOT_OVER_HTTP
 }
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "a whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -62,7 +64,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
     ),
 }
-_READ = frozenset({*_FIELDS, "model", "max_tokens", "max_completion_tokens", "logprobs", "logit_bias"})
+_READ = frozenset({*FIELDS, *READ_APART, "model", "max_completion_tokens"})
 _CHAT = frozenset(
     {
         *("messages", "top_logprobs", "reasoning_effort"),
@@ -134,9 +136,9 @@ def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Ma
     for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name and takes precedence
         asked = get(body, name, "a whole number")
         max_tokens = max_tokens if asked is None else asked
-    own = {name: value for name, kind in _FIELDS.items() if (value := get(body, name, kind)) is not None}
-    if not own.get("use_beam_search"):  # beam search takes no sampling defaults
-        own = {**{name: value for name, value in defaults.items() if name in _FIELDS}, **own}
+    own = {name: value for name, kind in FIELDS.items() if (value := get(body, name, kind)) is not None}
+    if not own.get("use_beam_search"):  # which has no randomness and goes by the model's own probabilities
+        own = {**{name: value for name, value in defaults.items() if name in FIELDS}, **own}
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", own.get("prompt_logprobs"))):
         if value == ALL:
             raise RequestError(

@@ -9,8 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chairlift.outputs import RequestOutput
-    from chairlift.text.answer import Logprob
+    from chairlift.text.outputs import Logprob, RequestOutput
     from chairlift.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity, which JSON does not have

@@ -39,7 +39,7 @@ MOST = {
     "allowed_token_ids": 1 << 18,
     "prompt": 256,
 }
-_LONGEST = {"stop": 1024, "bad_words": 128}  # characters of an entry: every step looks for all of them
+LONGEST = {"stop": 1024, "bad_words": 128}  # characters of an entry: every step looks for all of them
 _REPEATED = 1 << 20  # token ids that go to the engine with every prompt of a call, in all
 INLINE = 2000  # characters that take a millisecond or two to tokenize: less than it takes to have it done elsewhere
 _EACH = 32  # characters that a string costs beside its own
@@ -138,12 +138,10 @@ class Reader:
         limits = limits_of(hello)
         bad_words = tuple(map(tuple, words))
         check_repeated(len(read), params, sum(map(len, words)))
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops |= set(hello.eos_ids)
-            own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-            if own is not None and own < hello.vocab_size:  # a tokenizer may have more tokens than the model
-                stops.add(own)
+        ends = set(hello.eos_ids)
+        own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        if own is not None and own < hello.vocab_size:  # a tokenizer may have more tokens than the model
+            ends.add(own)
         asked: list[Asked] = []
         for text, prompt in read:
             if prompt.count and not prompt.ids:
@@ -154,14 +152,14 @@ class Reader:
             if asked:
                 limits.check_prompt(ids, params)  # the rest is the same for all
             else:
-                limits.check(Request("", ids, params, bad_words=bad_words))
+                limits.check(Request("", ids, params, eos_ids=frozenset(ends), bad_words=bad_words))
             asked.append(
                 Asked(
                     text if len(ids) == prompt.count else None,  # an echo shows what the model has read
                     ids,
                     params,
                     seed=secrets.randbits(63) if params.seed is None else params.seed,
-                    stop_ids=sorted(stops),
+                    eos_ids=sorted(ends),
                     bad_words=words,
                 )
             )
@@ -190,7 +188,7 @@ def check_sizes(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if isinstance(value, (list, dict)) and len(value) > most:
             raise RequestError(f"{name} has {len(value)} entries: send at most {most}")
-    for name, longest in _LONGEST.items():
+    for name, longest in LONGEST.items():
         strings = body.get(name)
         for text in [strings] if isinstance(strings, str) else strings if isinstance(strings, list) else ():
             if isinstance(text, str) and len(text) > longest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.openai.chunks import Piece
+from chairlift.text.outputs import Chunk
 
 # A client that is further behind loses its answer: 60,000 plain tokens, or 3,000 with 64 log-probabilities each.
 MOST = 32 << 20
@@ -21,7 +21,7 @@ class Backlog:
         return self.size > MOST
 
 
-def size_of(piece: Piece) -> int:
+def size_of(piece: Chunk) -> int:
     """Return about how many bytes of memory a piece takes."""
     entries = 0 if piece.logprobs is None else sum(map(len, piece.logprobs))
     return _TOKEN * max(1, len(piece.token_ids)) + _ENTRY * entries

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import msgspec
@@ -22,12 +21,13 @@ import zmq
 
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
-from chairlift.core.params import SamplingParams
-from chairlift.core.plan import Event, Outcome, StepPlan, TokenLogprobs
+from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.policies import Fair
 from chairlift.core.request import Request
+from chairlift.core.step import TokenLogprobs
 from chairlift.engine.engine import Engine
 from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
+from chairlift.engine.loop import drive
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.link import Link
@@ -74,35 +74,42 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until the parent process is gone, or until the engine cannot run another step."""
-        clock = self._engine.clock
         postpone_full_collections()  # the prefix cache alone has tens of thousands of objects: 20 to 100 ms
-        while os.getppid() == self._parent and self._engine.fault is None:
-            self._beat.touch(clock.now(), self._patience)
-            # A batch that waits to be full has work, but nothing to do yet.
-            pause = self._engine.pause if self._engine.has_work else inf
-            if pause:
-                self._report(Outcome())
-                if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * pause))):
-                    self._collect_garbage(clock.now())
-            self._take_orders()
-            self._answer_questions()
-            if self._engine.has_work:
-                self._wait_for_readers()
-                before = clock.now()
-                outcome = self._engine.step()
-                took = clock.now() - before
-                # A step that took long shows how long one may take: the next such must not look like a standstill.
-                self._patience = max(self._patience, 3 * took)
-                # A plan that computes nothing is no step: a message for each would flood the HTTP process.
-                self._report(outcome, took if outcome or self._engine.last_tokens else 0.0)
-                self._has_run = True
-                if before - self._last_collection > _COLLECT_EVERY:
-                    self._collect_garbage(before)
+        drive(self._engine, self)
         if self._engine.fault is not None:
             log.error("the engine process ends, to be started again: %s", self._engine.fault)
         for link in self._links:
             link.close()
         self._context.term()
+
+    # ---- the engine's port
+
+    def is_open(self) -> bool:
+        """Whether there is a process to serve; also shows that the loop is alive."""
+        self._beat.touch(self._engine.clock.now(), self._patience)
+        return os.getppid() == self._parent
+
+    def receive(self, wait: float) -> None:
+        """Take the orders of all HTTP processes; with nothing to compute, wait for the next."""
+        if wait:
+            self._send_updates(Outcome())
+            if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * wait))):
+                self._collect_garbage(self._engine.clock.now())
+        self._take_orders()
+        self._answer_questions()
+        if self._engine.has_work:
+            self._wait_for_readers()
+
+    def report(self, outcome: Outcome, seconds: float) -> None:
+        """Send a step's updates."""
+        # A step that took long shows how long one may take: the next such must not look like a standstill.
+        self._patience = max(self._patience, 3 * seconds)
+        # A plan that computes nothing is no step: a message for each would flood the HTTP process.
+        self._send_updates(outcome, seconds if outcome or self._engine.last_tokens else 0.0)
+        self._has_run = True
+        now = self._engine.clock.now()
+        if now - self._last_collection > _COLLECT_EVERY:
+            self._collect_garbage(now)
 
     def _wait_for_readers(self) -> None:
         """Make no step while an HTTP process that reads is far behind: its unread news would fill the memory."""
@@ -185,7 +192,7 @@ class EngineLoop:
 
     # ---- news out
 
-    def _report(self, outcome: Outcome, took: float = 0.0) -> None:
+    def _send_updates(self, outcome: Outcome, took: float = 0.0) -> None:
         news: dict[int, list[News]] = defaultdict(list)
         for event in outcome:
             number, key = address_of(event.sequence.request)
@@ -253,34 +260,14 @@ def address_of(request: Request) -> tuple[int, int]:
 
 
 def as_request(name: str, order: Submit) -> Request:
-    """A request of the core; SamplingParams checks every value once more."""
+    """Return an order as a request of the core."""
     return Request(
         id=name,
         prompt=order.prompt,
-        params=SamplingParams(
-            n=order.n,
-            best_of=order.best_of,
-            use_beam_search=order.use_beam_search,
-            length_penalty=order.length_penalty,
-            early_stopping=order.early_stopping,
-            temperature=order.temperature,
-            top_k=order.top_k,
-            top_p=order.top_p,
-            min_p=order.min_p,
-            repetition_penalty=order.repetition_penalty,
-            presence_penalty=order.presence_penalty,
-            frequency_penalty=order.frequency_penalty,
-            logit_bias=order.logit_bias,
-            allowed_token_ids=order.allowed_token_ids,
-            max_tokens=order.max_tokens,
-            min_tokens=order.min_tokens,
-            stop_token_ids=order.stop_ids,
-            ignore_eos=True,  # where it is not ignored, it is among the stop ids
-            logprobs=order.logprobs,
-            prompt_logprobs=order.prompt_logprobs,
-        ),
+        params=order.params,
         arrival=order.arrival,
         seed=order.seed,
+        eos_ids=frozenset(order.eos_ids),
         bad_words=tuple(map(tuple, order.bad_words)),
         tenant=order.tenant,
         weight=order.weight,

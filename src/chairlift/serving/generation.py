@@ -1,4 +1,4 @@
-"""From news to pieces of text: what one HTTP request asked of the engine, on its way back."""
+"""Generation: the engine's updates of one prompt as pieces of text; Answering: all prompts of one HTTP request."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
-from chairlift.core.plan import TokenLogprobs
 from chairlift.core.request import FinishReason
-from chairlift.openai.chunks import Piece
-from chairlift.outputs import RequestMetrics, RequestOutput
+from chairlift.core.step import PromptLogprobs, TokenLogprobs
 from chairlift.serving.admission import Ticket
 from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
 from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
-from chairlift.serving.reply_jobs import AnswerPart, OutputPart, read_scores
-from chairlift.text.answer import best, readers_of
+from chairlift.serving.reply_jobs import AnswerPart, OutputPart, decode_entries
+from chairlift.text.outputs import Chunk, RequestOutput
+from chairlift.text.reader import RequestReader, Update
 from chairlift.text.tokenizer import Tokenizer
 
+_FAILED = (REFUSED, FinishReason.ERROR.value, FinishReason.ABORT.value)
 _AT_ONCE = 64 << 10  # bytes of pieces that are written in one go
 
 
@@ -35,7 +35,7 @@ class Asked:
     prompt: list[int]
     params: SamplingParams
     seed: int
-    stop_ids: list[int]
+    eos_ids: list[int]
     bad_words: list[list[int]]
 
 
@@ -62,22 +62,24 @@ class Generation:
         self._ticket = ticket
         self._key = group.client.new_key()
         params = asked.params
-        self._readers = readers_of(asked.prompt, params, group.tokenizer, keep_scores=group.streams)
-        # What a whole reply is written from, as the engine sent it; a stream is sent as it comes.
-        self._scores: list[list[bytes]] = [[] for _ in self._readers]
+        self._reader = RequestReader(
+            str(self._key),
+            asked.text,
+            asked.prompt,
+            params,
+            group.tokenizer,
+            group.arrival,
+            keep_scores=group.streams,
+        )
+        self.output = self._reader.output
+        # Log-probabilities of a whole reply, as the engine sent them: a text process decodes them.
+        self._scores: list[list[bytes]] = [[] for _ in self.output.outputs]
         self._prompt_scores: list[tuple[int, bytes]] = []
-        self._last_token = [0.0] * len(self._readers)
+        self._order = {id(answer): index for index, answer in enumerate(self.output.outputs)}  # before they are ranked
+        self._last_token = [0.0] * len(self._scores)
         # A beam that is not among the n best has cost as much as one that is.
         self._cost = -(-params.width // params.n) if params.use_beam_search else 1
-        self.output = RequestOutput(
-            request_id=str(self._key),
-            prompt=asked.text,
-            prompt_token_ids=asked.prompt,
-            outputs=[reader.answer for reader in self._readers],
-            metrics=RequestMetrics(group.arrival),
-        )
-        if params.prompt_logprobs is not None and group.streams:
-            self.output.prompt_logprobs = [None] * len(asked.prompt)
+        self._has_ended = False
 
     def submit(self) -> None:
         """Send it to the engine."""
@@ -86,28 +88,11 @@ class Generation:
             key=self._key,
             id=terms.id,
             prompt=asked.prompt,
+            params=params.for_engine(),
             arrival=self._group.arrival,
             seed=asked.seed,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            n=params.n,
-            best_of=params.best_of,
-            use_beam_search=params.use_beam_search,
-            length_penalty=float(params.length_penalty),
-            early_stopping=params.early_stopping,  # type: ignore[arg-type]  # a bool or "never"
-            temperature=float(params.temperature),
-            top_k=params.top_k,
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            repetition_penalty=float(params.repetition_penalty),
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
-            logit_bias={token: float(bias) for token, bias in params.logit_bias.items()},
-            allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
-            stop_ids=asked.stop_ids,
+            eos_ids=asked.eos_ids,
             bad_words=asked.bad_words,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
             tenant=terms.tenant,
             weight=terms.weight,
             priority=terms.priority,
@@ -116,65 +101,58 @@ class Generation:
             salt=terms.salt,
         )
         self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
-        if not self.output.finished:  # the engine may have been lost with the prompt before
+        if not self._has_ended:  # the engine may have been lost with the prompt before
             self._group.client.submit(order, self)
 
     # ---- what the engine says
 
     def take(self, news: News) -> None:
-        """Turn one event into text at once, so that a stop string ends its answer before another step is planned."""
-        reason = None
-        if news.finish_reason is not None:
-            if news.finish_reason == REFUSED:
-                self._fail(from_request(RequestError(news.error or "the engine refused it")))
-                return
-            reason = FinishReason(news.finish_reason)
-            if reason in (FinishReason.ERROR, FinishReason.ABORT):
-                self._fail(broken(news.error or "the request was ended by the engine"))
-                return
-        if news.prompt_logprobs is not None:
-            self._prompt_scores.append((news.prompt_logprobs.start, bytes(news.prompt_logprobs.entries)))
-        if news.token is None:
+        """Read an update at once, so that a stop string ends its answer before another step is planned."""
+        if news.finish_reason in _FAILED:
+            told = news.error or "the request was ended by the engine"
+            self._fail(from_request(RequestError(told)) if news.finish_reason == REFUSED else broken(told))
             return
-        reader = self._readers[news.index]
-        if reader.has_ended():
-            return  # a token too many, from before the stop was known
-        self._time(news)
-        text = reader.read(news.token, reason, self._score(news))
-        if reader.has_ended() and reason is None:
+        is_plain = news.finish_reason is None and news.logprobs is None and news.prompt_logprobs is None
+        if is_plain and news.token is not None:  # as nearly every update
+            update = Update(news.index, (news.token,), None, (), None, None, news.started, news.cached)
+        else:
+            update = self._update(news)
+        chunk = self._reader.read(update, time.monotonic)
+        if chunk is None:
+            return
+        self._count(news.index, len(chunk.token_ids))
+        if chunk.finish_reason is not None and news.finish_reason is None:
             self._group.client.stop(self._key, news.index)
-        answer = reader.answer
         if self._group.streams:
-            choice = self._first_choice + news.index
-            scores = None if answer.logprobs is None else [answer.logprobs.pop()]  # sent once, and kept no longer
-            self._read_prompt_scores()
-            self._group.push(Piece(choice, text, [news.token], scores, answer.finish_reason, answer.stop_reason))
-        if all(each.has_ended() for each in self._readers):
-            self.output.outputs = best(self.output.outputs, self.asked.params.n)
-            self.end(str(answer.finish_reason))
+            answer = self.output.outputs[news.index]
+            if answer.logprobs:
+                answer.logprobs.clear()  # sent once, and not kept
+            chunk.index += self._first_choice
+            self._group.push(chunk)
+        elif news.logprobs is not None and self.asked.params.logprobs is not None:
+            self._scores[news.index].append(encode(news.logprobs))
+        if self.output.finished:
+            self._end(str(chunk.finish_reason))
 
-    def _score(self, news: News) -> TokenLogprobs | None:
-        """The token's log-probabilities, as far as they are of use before the reply is written."""
-        scored = news.logprobs
-        if scored is None:
-            return None
-        if self._group.streams:
-            return TokenLogprobs(scored.token, scored.logprob, scored.rank, decode_top(scored.top))
-        if self.asked.params.logprobs is not None:
-            self._scores[news.index].append(encode(scored))
-        return TokenLogprobs(scored.token, scored.logprob, scored.rank, [])
-
-    def _read_prompt_scores(self) -> None:
-        """With the first token those of the whole prompt are there: a stream has few (see scores.py)."""
-        if self._prompt_scores and self.output.prompt_logprobs is not None:
-            count = len(self.asked.prompt)
-            self.output.prompt_logprobs = read_scores(count, self._prompt_scores, self._group.tokenizer)
-            self._prompt_scores = []
+    def _update(self, news: News) -> Update:
+        """Return the update with the log-probabilities that are read here: those of a stream, few as they are."""
+        scored, prompt_scores, streams = news.logprobs, None, self._group.streams
+        scores: tuple[TokenLogprobs, ...] = ()
+        if scored is not None:
+            top = decode_top(scored.top) if streams else []
+            scores = (TokenLogprobs(scored.token, scored.logprob, scored.rank, top),)
+        if (told := news.prompt_logprobs) is not None:
+            if streams:
+                prompt_scores = PromptLogprobs(told.start, decode_entries(told.entries))
+            else:
+                self._prompt_scores.append((told.start, bytes(told.entries)))
+        tokens = () if news.token is None else (news.token,)
+        reason = None if news.finish_reason is None else FinishReason(news.finish_reason)
+        return Update(news.index, tokens, reason, scores, prompt_scores, news.error, news.started, news.cached)
 
     def part(self) -> OutputPart:
-        """The prompt and its answers, for a whole reply."""
+        """Return the prompt and its answers, for a whole reply."""
         params, output = self.asked.params, self.output
-        kept = {id(reader.answer): scores for reader, scores in zip(self._readers, self._scores, strict=True)}
         return OutputPart(
             output.prompt,
             output.prompt_token_ids,
@@ -185,7 +163,7 @@ class Generation:
                     answer.token_ids,
                     answer.finish_reason,
                     answer.stop_reason,
-                    None if params.logprobs is None else kept[id(answer)],
+                    None if params.logprobs is None else self._scores[self._order[id(answer)]],
                 )
                 for answer in output.outputs
             ],
@@ -202,43 +180,46 @@ class Generation:
         """The engine could not take it."""
         self._fail(broken(message))
 
-    def _time(self, news: News) -> None:
-        now, metrics = time.monotonic(), self.output.metrics
-        if metrics.first_token is None:
-            metrics.first_token, metrics.started = now, news.started
-            self.output.num_cached_tokens = news.cached
+    def _count(self, index: int, tokens: int) -> None:
+        """Record the time between tokens; those of one update arrive together."""
+        now, metrics, group = time.monotonic(), self.output.metrics, self._group
+        if metrics.output_tokens == tokens:
             self._ticket.started(now)
-        if self._last_token[news.index]:
-            self._group.metrics.between_tokens(now - self._last_token[news.index])
+        if last := self._last_token[index]:
+            group.metrics.between_tokens(now - last)
         else:
-            self._group.metrics.first_token(now - metrics.arrival)
-        self._last_token[news.index] = now
-        metrics.output_tokens += 1
-        self._ticket.count(self._cost)
+            group.metrics.first_token(now - metrics.arrival)
+        self._last_token[index] = now
+        for _ in range(tokens - 1):
+            group.metrics.between_tokens(0.0)
+        self._ticket.count(tokens * self._cost)
 
     # ---- its end
 
     def abort(self) -> None:
-        """Nobody waits for it any more."""
-        if not self.output.finished:
+        """End it: its client reads no more of it."""
+        if not self._has_ended:
             self._group.client.abort(self._key)
-            self.end(FinishReason.ABORT.value)
+            self._reader.end(FinishReason.ABORT, None, time.monotonic)
+            self._end(FinishReason.ABORT.value)
 
     def _fail(self, failure: Failure) -> None:
-        if not self.output.finished:
+        if not self._has_ended:
             self._group.client.abort(self._key)
-            self.end(FinishReason.ERROR.value)
+            self._reader.end(FinishReason.ERROR, str(failure), time.monotonic)
+            self._end(FinishReason.ERROR.value)
             self._group.fail(failure)
 
-    def end(self, reason: str) -> None:
-        """Count it out, exactly once."""
-        if self.output.finished:
+    def _end(self, reason: str) -> None:
+        """Count it as ended, exactly once."""
+        if self._has_ended:
             return
-        now, metrics = time.monotonic(), self.output.metrics
-        self.output.finished, metrics.finished = True, now
+        self._has_ended = True
+        metrics = self.output.metrics
         self._group.client.forget(self._key)
+        assert metrics.finished is not None
+        now, first, started = metrics.finished, metrics.first_token, metrics.started
         self._ticket.started(now)
-        first, started = metrics.first_token, metrics.started
         self._group.metrics.ended(
             reason,
             e2e=now - metrics.arrival,
@@ -269,7 +250,7 @@ class Answering:
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None
-    _pending: deque[Piece] = field(default_factory=deque)
+    _pending: deque[Chunk] = field(default_factory=deque)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
@@ -296,7 +277,7 @@ class Answering:
         async for _ in self.pieces():
             pass
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncIterator[list[Chunk]]:
         """What comes, as it comes; whoever is slow to take it gets more at once. A Failure is raised."""
         deadline = None if self.timeout is None else asyncio.get_running_loop().time() + self._left()
         try:
@@ -324,7 +305,7 @@ class Answering:
         assert self.timeout is not None
         return self.timeout - (time.monotonic() - self.arrival)
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: Chunk) -> None:
         """Keep a piece until the client is ready for it, within bounds."""
         self._pending.append(piece)
         self.backlog.size += size_of(piece)
@@ -334,7 +315,7 @@ class Answering:
             self.fail(Failure(told, 408, "timeout_error", "slow_reader"))
         self.wake()
 
-    def _take(self) -> list[Piece]:
+    def _take(self) -> list[Chunk]:
         taken, size = [], 0
         while self._pending and size < _AT_ONCE:
             taken.append(self._pending.popleft())
@@ -373,14 +354,14 @@ class Answering:
         self._news.set()
 
 
-def merged(pieces: list[Piece]) -> list[Piece]:
+def merged(pieces: list[Chunk]) -> list[Chunk]:
     """Pieces of the same answer as one, in the order in which the answers first appear."""
     if len(pieces) == 1:
         return pieces
-    found: dict[int, Piece] = {}
+    found: dict[int, Chunk] = {}
     for piece in pieces:
-        if piece.choice in found:
-            found[piece.choice].join(piece)
+        if piece.index in found:
+            found[piece.index].join(piece)
         else:
-            found[piece.choice] = piece
+            found[piece.index] = piece
     return list(found.values())

@@ -9,6 +9,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from chairlift.core.errors import RequestError
 from chairlift.core.request import FinishReason
 from chairlift.serving import messages
 from chairlift.serving.messages import Batch, News, Stats
@@ -63,6 +64,9 @@ class Link:
                 return orders
             try:
                 orders.append(messages.decode_order(raw))
+            except RequestError as error:  # of SamplingParams, which checks itself as it is decoded
+                if (key := messages.key_of(raw)) is not None:
+                    self.send(Batch([News(key, 0, finish_reason=messages.REFUSED, error=str(error))]))
             except msgspec.DecodeError as error:
                 log.error("an order could not be decoded: %s", error)
                 if (key := messages.key_of(raw)) is not None:

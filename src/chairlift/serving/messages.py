@@ -1,25 +1,25 @@
 """What crosses between an HTTP process and the engine's: numbers and names, typed and bounded; no prompt, no answer.
 
 Each is a msgspec struct, written as a MessagePack array behind a tag. An order that does not fit its type is a bug or
-an attack: it never reaches the scheduler, and its sender is told so (Unreadable).
+an attack: it never reaches the scheduler, and its sender is told so (Unreadable). SamplingParams are the core's own
+dataclass, whose fields are not repeated here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from chairlift.core.explain import MOST, Standing
+from chairlift.core.params import SamplingParams
 
 MAX_MESSAGE = 64 << 20  # bytes
 REFUSED = "refused"  # how a request ends that the engine did not take: its error is its client's
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Answers = Annotated[int, Meta(ge=1, le=1 << 12)]
-Alternatives = Annotated[int, Meta(ge=0, le=64)]
 Name = Annotated[str, Meta(max_length=128)]  # of a request, as its client knows it
 TenantName = Annotated[str, Meta(max_length=64)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
@@ -27,40 +27,22 @@ Salt = Annotated[str, Meta(max_length=64 + 1 + 256)]  # a tenant's name and its 
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request: a prompt in token ids, and SamplingParams without its words."""
+    """A request: a prompt in token ids, its SamplingParams without those of the text, and what policies read."""
 
     key: Key  # the sender's own number for it
     id: Name
     prompt: Annotated[list[Token], Meta(max_length=1 << 22)]
-    arrival: float
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    max_tokens: Annotated[int, Meta(ge=1)] | None
-    min_tokens: Annotated[int, Meta(ge=0)]
-    n: Answers
-    best_of: Answers | None
-    use_beam_search: bool
-    length_penalty: float
-    early_stopping: bool | Literal["never"]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Annotated[dict[Token, float], Meta(max_length=1 << 16)]
-    allowed_token_ids: Annotated[list[Token], Meta(max_length=1 << 20)] | None
-    stop_ids: Annotated[list[Token], Meta(max_length=1 << 12)]  # the model's own end among them, unless it is ignored
-    bad_words: Annotated[list[list[Token]], Meta(max_length=1 << 12)]
-    logprobs: Alternatives | None
-    prompt_logprobs: Alternatives | None
-    # what policies go by
-    tenant: TenantName
-    weight: Annotated[float, Meta(gt=0)]
-    priority: Priority
-    deadline: float | None  # of the first token, on the clock of `arrival`
-    endpoint: Annotated[str, Meta(max_length=16)]
-    salt: Salt  # whose prefixes it may share
+    params: SamplingParams  # checks its own ranges and lengths as it is decoded, with a RequestError
+    arrival: float = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    eos_ids: Annotated[list[Token], Meta(max_length=1 << 12)] = []
+    bad_words: Annotated[list[list[Token]], Meta(max_length=1 << 12)] = []  # params.bad_words in token ids
+    tenant: TenantName = ""
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    priority: Priority = 0
+    deadline: float | None = None  # of the first token, on the clock of `arrival`
+    endpoint: Annotated[str, Meta(max_length=16)] = ""
+    salt: Salt = ""  # requests with the same salt may share prefixes
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from chairlift import __version__
+from chairlift.core.params import ABOUT
+from chairlift.openai.params import FIELDS
+from chairlift.serving.asking import LONGEST, MOST
 
 Schema = dict[str, Any]
 
@@ -18,7 +21,7 @@ def _number(low: float | None = None, high: float | None = None, **more: Any) ->
     return found
 
 
-def _whole(low: int | None = None, high: int | None = None) -> Schema:
+def _whole(low: float | None = None, high: float | None = None) -> Schema:
     return {**_number(low, high), "type": ["integer", "null"]}
 
 
@@ -26,40 +29,52 @@ _TEXT: Schema = {"type": "string", "minLength": 1}
 _SWITCH: Schema = {"type": ["boolean", "null"]}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
+# What a field's type and range do not say.
+_BESIDES: dict[str, Schema] = {
+    "top_p": {"exclusiveMinimum": 0},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "prompt_logprobs": {"minimum": 0},  # -1 is for LLM alone
+    "truncate_prompt_tokens": {"not": {"const": 0}},
+}
+
+
+def _sampling(name: str, kind: str) -> Schema:
+    """Return the schema of a field of SamplingParams, from its own range and description."""
+    told = ABOUT[name]
+    found: Schema
+    match kind:
+        case "a whole number":
+            found = _whole(told.low, told.high)
+        case "a number":
+            found = _number(told.low, told.high)
+        case "true or false":
+            found = dict(_SWITCH)
+        case "true, false or 'never'":
+            found = {"enum": [True, False, "never", None]}
+        case "a list of whole numbers":
+            found = {
+                "anyOf": [
+                    {**_IDS, "minItems": int(name == "allowed_token_ids"), "maxItems": MOST[name]},
+                    {"type": "null"},
+                ]
+            }
+        case _:
+            text = {**_TEXT, "maxLength": LONGEST[name]}
+            found = {"anyOf": [text, {"type": "array", "items": text, "maxItems": MOST[name]}, {"type": "null"}]}
+    return {**found, **_BESIDES.get(name, {}), "description": told.text}
+
+
 _SAMPLING: dict[str, Schema] = {
     "model": {"type": ["string", "null"]},
-    "temperature": _number(0),
-    "top_p": _number(0, 1, exclusiveMinimum=0),
-    "top_k": _whole(-1),
-    "min_p": _number(0, 1),
-    "n": _whole(1),
-    "best_of": _whole(1),
-    "use_beam_search": _SWITCH,
-    "length_penalty": _number(-10, 10),
-    "early_stopping": {"enum": [True, False, "never", None]},
-    "seed": _whole(-(2**63), 2**63 - 1),
-    "max_tokens": _whole(1),
-    "min_tokens": _whole(0),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0, exclusiveMinimum=0),
-    "stop": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 32}, {"type": "null"}]},
-    "stop_token_ids": {"anyOf": [{**_IDS, "maxItems": 256}, {"type": "null"}]},
+    **{name: _sampling(name, kind) for name, kind in FIELDS.items()},
+    "max_tokens": {**_whole(1), "description": ABOUT["max_tokens"].text},
     "logit_bias": {
         "type": ["object", "null"],
         "propertyNames": {"pattern": "^[0-9]{1,6}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        "maxProperties": 1024,
+        "maxProperties": MOST["logit_bias"],
+        "description": ABOUT["logit_bias"].text,
     },
-    "allowed_token_ids": {"anyOf": [{**_IDS, "minItems": 1, "maxItems": 1 << 18}, {"type": "null"}]},
-    "bad_words": {
-        "anyOf": [{"type": "array", "items": {**_TEXT, "maxLength": 128}, "maxItems": 256}, {"type": "null"}]
-    },
-    "ignore_eos": _SWITCH,
-    "include_stop_str_in_output": _SWITCH,
-    "skip_special_tokens": _SWITCH,
-    "prompt_logprobs": _whole(0, 64),
-    "truncate_prompt_tokens": {**_whole(-1), "not": {"const": 0}},
     "stream": _SWITCH,
     "stream_options": {
         "type": ["object", "null"],
@@ -128,7 +143,7 @@ _CHAT: Schema = {
     "required": ["messages"],
     "properties": {
         **_SAMPLING,
-        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 4096},
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MOST["messages"]},
         "max_completion_tokens": _whole(1),
         "logprobs": _SWITCH,
         "top_logprobs": _whole(0, 64),

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from chairlift.core.plan import TokenLogprobs
+from chairlift.core.step import TokenLogprobs
 from chairlift.openai.replies import chat_completion, text_completion
-from chairlift.outputs import RequestMetrics, RequestOutput
-from chairlift.text.answer import Answer, Logprob, describe
+from chairlift.text.answer import describe
+from chairlift.text.outputs import Answer, Logprob, RequestMetrics, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 _decode_entry = msgspec.msgpack.Decoder(TokenLogprobs).decode
-_decode_entries = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
+decode_entries = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
 class AnswerPart(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +92,7 @@ def read_scores(
     """The log-probabilities of a prompt of `count` tokens; the first token has none."""
     found: list[dict[int, Logprob] | None] = [None] * count
     for start, packed in parts:
-        entries = [describe(entry, tokenizer) for entry in _decode_entries(packed)]
+        entries = [describe(entry, tokenizer) for entry in decode_entries(packed)]
         found[start : start + len(entries)] = entries
     return found
 

@@ -21,10 +21,11 @@ import uvicorn
 
 from chairlift.core.errors import ChairliftError, SettingsError
 from chairlift.core.settings import SchedulingSettings
-from chairlift.defaults import SamplingDefaults, read_defaults
 from chairlift.engine.garbage import freeze_loaded
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.sources import resolve
+from chairlift.offline.defaults import SamplingDefaults, read_defaults
+from chairlift.offline.vocabulary import read_tokenizer
 from chairlift.serving import logs
 from chairlift.serving.accounts import Accounts
 from chairlift.serving.admission import Admission
@@ -44,7 +45,6 @@ from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.text_pool import TextPool
 from chairlift.serving.traces import Traces
 from chairlift.serving.workers import Helpers
-from chairlift.vocabulary import read_tokenizer
 
 log = logging.getLogger("chairlift")
 

@@ -18,7 +18,6 @@ from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
 from chairlift.openai.options import Options, check_stream, read_options
 from chairlift.openai.params import set_aside_unknown
 from chairlift.openai.replies import usage
-from chairlift.outputs import RequestOutput
 from chairlift.serving.admission import Admission, Refused, Ticket
 from chairlift.serving.asking import Reader
 from chairlift.serving.backlog import Backlog
@@ -34,6 +33,7 @@ from chairlift.serving.reply_jobs import Reply
 from chairlift.serving.scores import ScoreBudget, count_scores, with_room
 from chairlift.serving.text_jobs import Job
 from chairlift.serving.traces import Traces
+from chairlift.text.outputs import RequestOutput
 
 log = logging.getLogger("chairlift")
 Message = MutableMapping[str, Any]

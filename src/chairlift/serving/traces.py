@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chairlift.core.errors import SettingsError
-from chairlift.outputs import RequestOutput
+from chairlift.text.outputs import RequestOutput
 
 
 class Traces:

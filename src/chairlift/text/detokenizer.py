@@ -58,37 +58,38 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Take the next tokens and return the text that is now safe to show; after a stop string, nothing."""
-        new = []
+        text = ""
         for id in ids:
-            if self.stopped is not None:
+            if self.stop_tokens is not None:
                 break
             self._pushed += 1
-            new.append(self._advance(self._utf8.decode(self._spell(id))))
-        return self._show(new)
+            text += self._advance(self._utf8.decode(self._spell(id)))
+        return self._show(text)
 
     def finish(self) -> str:
         """Return what was held back: unfinished characters, as U+FFFD, and what might have become a stop string."""
         if self.stopped is not None:
             return ""
         last = self._advance(self._utf8.decode(b"", final=True))
-        return self._show([last, self._stops.flush()])
+        return self._show(last + self._stops.flush())
 
     def _advance(self, piece: str) -> str:
         # A stop string counts from the first token after min_tokens on, wherever it began.
         safe = self._stops.feed(piece, armed=self._pushed > self._min_tokens)
-        if self.stopped is not None:
+        if self._stops.found is not None:
             self.stop_tokens = self._pushed
         return safe
 
-    def _show(self, new: list[str]) -> str:
-        text = "".join(new)
+    def _show(self, text: str) -> str:
         if text:
             self._shown.append(text)
         return text
 
     def _spell(self, id: int) -> bytes:
+        if self._is_open:
+            return b"" if id in self._hidden else self._tokenizer.token_bytes(id)
         spelled = self._bytes(id)
-        if spelled and not self._is_open:
+        if spelled:
             self._is_open = True
             return self._tokenizer.pieces.open(spelled)
         return spelled

@@ -17,7 +17,7 @@ from chairlift.costs.machine import measure_rates
 from chairlift.costs.steps import Stopwatch
 from chairlift.execution.build import choose_device
 from chairlift.execution.recording import RecordingExecutor
-from chairlift.llm import LLM
+from chairlift.offline.llm import LLM
 
 STEPS = "steps.json"  # in the scratch folder: step times, with profile_steps
 _IMPORTED = time.monotonic()

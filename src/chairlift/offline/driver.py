@@ -1,4 +1,4 @@
-"""Driver: steps the engine in this process and hands what comes back to the requests that wait for it."""
+"""Driver: steps the engine in this process and gives each request the events of its sequences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from chairlift.core.request import Request
+from chairlift.core.plan import Event, Outcome
+from chairlift.core.request import Request, Sequence
 from chairlift.engine.engine import Engine
-from chairlift.outputs import Chunk
+from chairlift.offline.track import Track
+from chairlift.text.outputs import Chunk
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.track import Track
 
 
 class Driver:
@@ -21,11 +22,11 @@ class Driver:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tracks: dict[str, Track] = {}
-        self._listeners: dict[str, Track] = {}  # those that are told of each token
+        self._listeners: dict[str, Track] = {}  # the requests that read each token
         self._failures: list[tuple[str, str]] = []  # requests that failed outside the engine in this step, and why
 
     def start(self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool) -> Track:
-        """Submit a request, or refuse it with a RequestError."""
+        """Submit a request, or reject it with a RequestError."""
         self._engine.submit(request)  # which checks it: nothing may read its prompt before
         track = Track(request, text, tokenizer, is_streamed=is_streamed)
         self._tracks[request.id] = self._listeners[request.id] = track
@@ -36,7 +37,7 @@ class Driver:
         self._failures.append((request_id, error))
 
     def run(self, tracks: list[Track], progress: bool) -> None:
-        """Step until all of these have ended, with a bar if that is wanted."""
+        """Step until all of these requests have ended, with a progress bar if `progress`."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -57,11 +58,11 @@ class Driver:
                         bar.update(task, completed=done, speed=f"{tokens / (now - start):,.0f} tok/s")
 
     def stream(self, track: Track) -> Iterator[Chunk]:
-        """What comes of one request, as it comes; leaving the loop early ends the request."""
+        """Yield the chunks of one request; leaving the loop early aborts it."""
         try:
             while True:
                 if chunks := track.take_chunks():
-                    yield from chunks  # meanwhile another stream's steps may bring this one more
+                    yield from chunks  # meanwhile the steps of another stream may add more to this one
                 elif track.output.finished:
                     return
                 else:
@@ -70,50 +71,55 @@ class Driver:
             self.leave([track])
 
     def step(self) -> int:
-        """One step of the engine; how many tokens it brought."""
-        outcome = self._engine.step()
+        """Run one step of the engine; return how many tokens it generated."""
+        return self.read(self._engine.step())
+
+    def read(self, outcome: Outcome) -> int:
+        """Give each request its part of a step's outcome; return how many tokens the step generated."""
         if self._failures:
             self._end_failed()
-        self._dispatch(outcome.events, self._tracks)
+        self._read_events(outcome.events)
         if self._listeners:
-            self._dispatch(zip(outcome.sequences, outcome.tokens, strict=True), self._listeners)
+            for sequence, token in zip(outcome.sequences, outcome.tokens, strict=True):
+                if (track := self._listeners.get(sequence.request.id)) is not None:
+                    self._read(track, sequence, (token,))
         return len(outcome.tokens) + sum(event.token is not None for event in outcome.events)
 
     def leave(self, tracks: Iterable[Track]) -> None:
-        """End what was not finished when its caller left."""
+        """Abort the requests that have not finished: their caller reads no more of them."""
         for track in tracks:
             if not track.output.finished:
-                self._dispatch(self._engine.abort(track.request.id), self._tracks)
+                self._read_events(self._engine.abort(track.request.id))
                 self._forget(track)
 
     def close(self) -> None:
-        """End all there is."""
+        """Abort all requests."""
         self.leave(list(self._tracks.values()))
 
     def _end_failed(self) -> None:
-        """End requests that failed, before the step's own events: they may have ended in it as if all were well."""
+        """End failed requests before the step's own events are read: they may have finished in this step."""
         failures, self._failures = self._failures, []
         for request_id, error in failures:
             self._engine.abort(request_id, error)
             if (track := self._tracks.get(request_id)) is not None:
-                track.fail(error, self._engine.clock.now())
+                track.fail(error, self._engine.clock.now)
                 self._forget(track)
 
     def _forget(self, track: Track) -> None:
         self._tracks.pop(track.request.id, None)
         self._listeners.pop(track.request.id, None)
 
-    def _dispatch(self, news: Iterable[tuple[Any, ...]], tracks: dict[str, Track]) -> None:
-        """Hand events, or as much of them as a token is, to their requests."""
-        now = self._engine.clock.now
-        for each in news:
-            sequence = each[0]
-            track = tracks.get(sequence.request.id)
-            if track is None:
-                continue
-            if track.read(now, *each):
-                self._engine.stop(sequence)  # its event is no news: the text has ended already
-            if not track.wants_tokens:
-                self._listeners.pop(track.request.id, None)
-            if track.output.finished:
-                self._tracks.pop(track.request.id, None)
+    def _read_events(self, events: Iterable[Event]) -> None:
+        for sequence, token, reason, scored, prompt_scores, error in events:
+            if (track := self._tracks.get(sequence.request.id)) is not None:
+                tokens = () if token is None else (token,)
+                scores = () if scored is None else (scored,)
+                self._read(track, sequence, tokens, reason, scores, prompt_scores, error)
+
+    def _read(self, track: Track, sequence: Sequence, tokens: tuple[int, ...], *more: Any) -> None:
+        if track.read(self._engine.clock.now, sequence, tokens, *more):
+            self._engine.stop(sequence)  # the event that this returns is not needed: the answer has ended already
+        if not track.wants_tokens:
+            self._listeners.pop(track.request.id, None)
+        if track.output.finished:
+            self._tracks.pop(track.request.id, None)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from chairlift.batch_output import BatchOutput, Report, Tally, check_output
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.values import one_line, show
 from chairlift.models.sources import names_of
+from chairlift.offline.batch_output import BatchOutput, Report, Tally, check_output
 from chairlift.openai import params as asked
 from chairlift.openai import replies
 from chairlift.openai.conversation import read_messages
 
 if TYPE_CHECKING:
-    from chairlift.llm import LLM, Prompt
-    from chairlift.outputs import RequestOutput
+    from chairlift.offline.llm import LLM, Prompt
+    from chairlift.text.outputs import RequestOutput
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chairlift.core.errors import RequestError
-from chairlift.keywords import refuse_unknown
+from chairlift.offline.keywords import refuse_unknown
 from chairlift.text.template_process import render_confined
 from chairlift.text.tokenizer import Tokenizer
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
-from chairlift.outputs import CompletionOutput, RequestOutput
-from chairlift.text.answer import Logprob
+from chairlift.text.outputs import CompletionOutput, Logprob, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 

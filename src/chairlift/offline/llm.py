@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from chairlift.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.params import SamplingParams
-from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.core.values import one_line
-from chairlift.defaults import read_defaults
-from chairlift.driver import Driver
 from chairlift.engine.garbage import no_full_collections
 from chairlift.execution.build import Built, build
-from chairlift.keywords import check_params, either, refuse_unknown
 from chairlift.models.sources import DEFAULT_MODEL
-from chairlift.outputs import Chunk, RequestOutput
-from chairlift.processors import SafeProcessor
-from chairlift.prompts import Message, Prompt, PromptReader, as_list
+from chairlift.offline.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
+from chairlift.offline.driver import Driver
+from chairlift.offline.keywords import check_params, either, refuse_unknown
+from chairlift.offline.prompts import Message, Prompt, as_list
+from chairlift.offline.requests import RequestBuilder
+from chairlift.offline.track import Track
+from chairlift.text.outputs import Chunk, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.track import Track
-from chairlift.vocabulary import read_tokenizer
 
 __all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]
@@ -55,13 +51,10 @@ class LLM:
         self.engine = self._built.engine
         self.config = self._built.config
         self.capacity = self._built.capacity
-        self.tokenizer, missing = read_tokenizer(self._built.checkpoint)
-        self._reader = PromptReader(model, self.tokenizer, missing)
-        self.defaults = read_defaults(self._built.checkpoint, self.settings.model.generation_config)
-        for warning in self.defaults.warnings:
-            log.warning(warning)
-        self._ids = count()
-        self._seeds = random.Random(self.settings.model.seed)
+        self._builder = RequestBuilder(model, self._built, self.settings)
+        self._reader = self._builder.prompts
+        self.tokenizer = self._builder.tokenizer
+        self.defaults = self._builder.defaults
         self._is_closed = False
         self._driver = Driver(self.engine)
 
@@ -225,7 +218,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a prompt is sampled with when no params are given: the model's own values, where it has some."""
-        return SamplingParams(**self.defaults.values)
+        return self._builder.default_params()
 
     def reset_prefix_cache(self) -> int:
         """Forget what later prompts could have shared; how many blocks of the KV cache it was."""
@@ -279,7 +272,7 @@ class LLM:
 
     def _refused(self, read: ReadPrompt, error: RequestError) -> RequestOutput:
         text = read.args[0] if isinstance(read.args[0], str) else None
-        return RequestOutput.refused(f"r{next(self._ids)}", text, self.engine.clock.now(), str(error))
+        return RequestOutput.refused(self._builder.new_id(), text, self.engine.clock.now(), str(error))
 
     def _choose(self, params: Params | None, count: int) -> list[SamplingParams]:
         """The sampling parameters of each of so many prompts."""
@@ -297,30 +290,8 @@ class LLM:
             raise RequestError("this LLM is closed: make another one, or close it later")
 
     def _submit(self, text: str | None, ids: list[int], params: SamplingParams, *, is_streamed: bool = False) -> Track:
-        tokenizer = self.tokenizer
-        if tokenizer is None and (params.stop or params.bad_words):
-            raise RequestError(f"stop and bad_words cannot be read: {self._reader.no_tokenizer}; use stop_token_ids")
-        request_id = f"r{next(self._ids)}"
-        request = Request(
-            id=request_id,
-            prompt=self._built.limits.truncate(ids, params),
-            params=params,
-            arrival=self.engine.clock.now(),
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            eos_ids=self._eos_ids(),
-            bad_words=tuple(map(tuple, tokenizer.spell_words(params.bad_words))) if tokenizer else (),
-            processors=self._processors(request_id, params) if params.logits_processors else (),
-        )
-        return self._driver.start(request, text, tokenizer, is_streamed=is_streamed)
-
-    def _processors(self, request_id: str, params: SamplingParams) -> tuple[SafeProcessor, ...]:
-        fail = partial(self._driver.fail, request_id)
-        return tuple(SafeProcessor(function, fail) for function in params.logits_processors or ())
-
-    def _eos_ids(self) -> frozenset[int]:
-        own = self.tokenizer.eos_token_id if self.tokenizer else None
-        # A tokenizer may have more tokens than the model has logits for: those can never come.
-        return self.config.eos_ids | (frozenset() if own is None or own >= self.config.vocab_size else {own})
+        request = self._builder.build(self._builder.new_id(), ids, params, self._driver.fail)
+        return self._driver.start(request, text, self.tokenizer, is_streamed=is_streamed)
 
 
 def judge(outputs: list[RequestOutput], on_error: OnError | None) -> None:

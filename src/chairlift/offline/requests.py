@@ -1,0 +1,68 @@
+"""RequestBuilder: a prompt and its SamplingParams as a Request of the engine in this process."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+from chairlift.core.errors import RequestError
+from chairlift.core.params import SamplingParams
+from chairlift.core.request import Request
+from chairlift.core.settings import Settings
+from chairlift.execution.build import Built
+from chairlift.offline.defaults import read_defaults
+from chairlift.offline.processors import SafeProcessor
+from chairlift.offline.prompts import PromptReader
+from chairlift.offline.vocabulary import read_tokenizer
+
+log = logging.getLogger("chairlift")
+
+
+class RequestBuilder:
+    """Builds the requests of one model: its tokenizer, its sampling defaults, request ids and seeds."""
+
+    def __init__(self, model: str, built: Built, settings: Settings) -> None:
+        self.tokenizer, missing = read_tokenizer(built.checkpoint)
+        self.prompts = PromptReader(model, self.tokenizer, missing)
+        self.defaults = read_defaults(built.checkpoint, settings.model.generation_config)
+        for warning in self.defaults.warnings:
+            log.warning(warning)
+        self._built = built
+        self._ids = count()
+        self._seeds = random.Random(settings.model.seed)
+        own = self.tokenizer.eos_token_id if self.tokenizer else None
+        config = built.config
+        # A tokenizer may have more tokens than the model has logits for: those can never be sampled.
+        self._eos_ids = config.eos_ids | (frozenset() if own is None or own >= config.vocab_size else {own})
+
+    def new_id(self) -> str:
+        """Return an id that no other request of this process has."""
+        return f"r{next(self._ids)}"
+
+    def default_params(self) -> SamplingParams:
+        """Return what a prompt is sampled with when no params are given."""
+        return SamplingParams(**self.defaults.values)
+
+    def build(
+        self, request_id: str, ids: list[int], params: SamplingParams, fail: Callable[[str, str], None], **more: Any
+    ) -> Request:
+        """Return the request; `fail` is told the id and the error of one whose logits processor fails."""
+        tokenizer = self.tokenizer
+        if tokenizer is None and (params.stop or params.bad_words):
+            raise RequestError(f"stop and bad_words cannot be read: {self.prompts.no_tokenizer}; use stop_token_ids")
+        processors = (SafeProcessor(each, partial(fail, request_id)) for each in params.logits_processors or ())
+        return Request(
+            id=request_id,
+            prompt=self._built.limits.truncate(ids, params),
+            params=params,
+            arrival=self._built.engine.clock.now(),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_ids=self._eos_ids,
+            bad_words=tuple(map(tuple, tokenizer.spell_words(params.bad_words))) if tokenizer else (),
+            processors=tuple(processors),
+            **more,
+        )

@@ -1,0 +1,107 @@
+"""RequestReader: the engine's updates of one request as its answers, for LLM, AsyncEngine and the server alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from chairlift.core.params import SamplingParams
+from chairlift.core.request import FinishReason
+from chairlift.core.step import PromptLogprobs, TokenLogprobs
+from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.outputs import Chunk, RequestMetrics, RequestOutput, best
+from chairlift.text.tokenizer import Tokenizer
+
+
+class Update(NamedTuple):
+    """What the engine reports of one sequence: any number of new tokens, and its end."""
+
+    answer: int  # which of the request's answers
+    tokens: Sequence[int] = ()
+    finish_reason: FinishReason | None = None
+    scores: Sequence[TokenLogprobs] = ()  # one for each token, or none
+    prompt_scores: PromptLogprobs | None = None
+    error: str | None = None
+    started: float | None = None  # when the sequence first entered the batch; read with the request's first token
+    cached: int = 0  # prompt tokens that the prefix cache had then
+
+
+class RequestReader:
+    """Turns the updates of one request into its RequestOutput."""
+
+    def __init__(
+        self,
+        request_id: str,
+        text: str | None,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        arrival: float,
+        *,
+        keep_scores: bool = True,  # otherwise log-probabilities are only summed: the caller keeps them itself
+    ) -> None:
+        self._n = params.n
+        self._tokenizer = tokenizer if params.detokenize else None
+        # The engine ranks beams itself and reports the n best; other answers are ranked here, by `best`.
+        count = params.n if params.use_beam_search else params.width
+        self._readers = [
+            AnswerReader(index, prompt, params, tokenizer, keep_scores=keep_scores) for index in range(count)
+        ]
+        self.output = RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=prompt,
+            outputs=[reader.answer for reader in self._readers],
+            metrics=RequestMetrics(arrival),
+        )
+        if params.prompt_logprobs is not None and keep_scores:
+            self.output.prompt_logprobs = [None] * len(prompt)
+
+    def read(self, update: Update, now: Callable[[], float]) -> Chunk | None:
+        """Take in one update; return what it adds to its answer, or None if it adds nothing.
+
+        An answer that met a stop string has a chunk with a finish_reason though the update has none: the caller has
+        the engine stop its sequence.
+        """
+        if update.prompt_scores is not None:
+            self._read_prompt_scores(update.prompt_scores)
+        reason = update.finish_reason
+        if (not update.tokens and reason is None) or update.answer >= len(self._readers):
+            return None  # an update of the prompt alone, or of a beam that is not among the n best
+        chunk = self._readers[update.answer].read(update.tokens, reason, update.scores, update.error)
+        if chunk is None:
+            return None  # tokens that were computed before the engine knew of the stop string
+        metrics = self.output.metrics
+        if chunk.token_ids:
+            if metrics.first_token is None:
+                metrics.first_token, metrics.started = now(), update.started
+                self.output.num_cached_tokens = update.cached
+            metrics.output_tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self._finish(now)
+        return chunk
+
+    def unread(self, index: int, tokens: list[int], prompt_length: int) -> list[int]:
+        """Return the tokens of a sequence, given with its prompt, that have not been read yet."""
+        if index >= len(self._readers):
+            return []
+        return tokens[prompt_length + len(self._readers[index].answer.token_ids) :]
+
+    def end(self, reason: FinishReason, error: str | None, now: Callable[[], float]) -> None:
+        """End all answers that have not ended."""
+        for reader in self._readers:
+            reader.end(reason, error)
+        self._finish(now)
+
+    def _finish(self, now: Callable[[], float]) -> None:
+        """Rank the answers once all have ended."""
+        output = self.output
+        if not output.finished and all(answer.finish_reason for answer in output.outputs):
+            output.finished, output.metrics.finished = True, now()
+            output.outputs = best(output.outputs, self._n)
+
+    def _read_prompt_scores(self, scores: PromptLogprobs) -> None:
+        found = self.output.prompt_logprobs
+        if found is not None:
+            start, entries = scores
+            found[start : start + len(entries)] = [describe(entry, self._tokenizer) for entry in entries]
