@@ -71,7 +71,9 @@ def test_masks_choose_what_a_logits_processor_would(tiny_model: Path, overlap: b
     prompts = [[5, 6, 7, 8], list(range(20, 60)), [9]]
 
     def process(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        return logits.index_fill(0, torch.tensor(forbidden(output, vocabulary), dtype=torch.int64), -torch.inf)
+        return logits.index_fill(
+            0, torch.tensor(forbidden(output, vocabulary), dtype=torch.int64, device=logits.device), -torch.inf
+        )
 
     common = {"max_tokens": 12, "ignore_eos": True, "seed": 7, **asked}
     params = SamplingParams(**common, logits_processors=[process])

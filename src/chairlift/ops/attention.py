@@ -6,13 +6,12 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit
+from numba import njit, prange
 
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import score_narrow, weigh_narrow
 from chairlift.ops.scoring import Scoring
-from chairlift.ops.team import bind, run
 from chairlift.ops.tile import BLOCK_COLUMNS, block_tile, exp
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -126,7 +125,7 @@ def _fits_tiles(cache: KvCache) -> bool:
 _QUERY_ROWS = 32  # query rows that share one pass over the keys
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
 def _attend(
     pieces: int,
     q: np.ndarray,
@@ -143,8 +142,11 @@ def _attend(
     sinks: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    given = q, heads, data, scales, tables, starts, contexts, block_size, window, scale, softcap, sinks, out
-    run(pieces, *bind(_attend_items, given))
+    for piece in prange(pieces):
+        _attend_items(
+            q, heads, data, scales, tables, starts, contexts, block_size, window, scale, softcap, sinks, out,
+            piece, pieces,
+        )  # fmt: skip
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, prange
 
 from chairlift.ops.batch import Array
-from chairlift.ops.team import bind, run
 from chairlift.ops.triton_found import HAS_TRITON
 
 
@@ -68,9 +67,10 @@ def normalize(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, fi
             out[row, i] = x[row, i] * scale * weight[i]
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
 def _add_norm(pieces: int, y: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    run(pieces, *bind(_add_norm_rows, (y, weight, eps, out)))
+    for piece in prange(pieces):
+        _add_norm_rows(y, weight, eps, out, piece, pieces)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

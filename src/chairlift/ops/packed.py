@@ -6,10 +6,9 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit
+from numba import njit, prange
 
 from chairlift.ops.norm import normalize
-from chairlift.ops.team import bind, run
 from chairlift.ops.tile import PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
 
 _K_BLOCK = {4: 576, 8: 384, 16: 96}[WIDTH]  # the part of a panel, along K, that fits the L1 cache while all rows use it
@@ -35,7 +34,7 @@ def _panels(weight: torch.Tensor) -> np.ndarray:
     return weight.view(panels, PANEL, columns).transpose(1, 2).contiguous().numpy()
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
 def multiply(
     pieces: int,
     x: np.ndarray,
@@ -50,8 +49,10 @@ def multiply(
 ) -> None:
     """Compute the layer of x into `out`; `source` is a buffer for the normed input, or x itself without a norm."""
     if scale.size:
-        run(pieces, *bind(_norm_rows, (x, scale, eps, source)))
-    run(pieces, *bind(_multiply_tiles, (source, packed, bias, out, mode, gate)))
+        for piece in prange(pieces):
+            _norm_rows(x, scale, eps, source, piece, pieces)
+    for piece in prange(pieces):
+        _multiply_tiles(source, packed, bias, out, mode, gate, piece, pieces)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

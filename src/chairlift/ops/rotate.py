@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, prange
 
 from chairlift.ops.batch import Array, Batch
 from chairlift.ops.kv_cache import KvCache, store_kv, write_kv_reference
 from chairlift.ops.norm import normalize, rms_norm_reference
-from chairlift.ops.team import bind, run
 from chairlift.ops.triton_found import HAS_TRITON
 
 _NOTHING = np.empty(0, np.float32)
@@ -84,7 +83,7 @@ def rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, 
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@njit(nogil=True, parallel=True, error_model="numpy", cache=True)
 def _rotate_and_store(
     pieces: int,
     qkv: np.ndarray,
@@ -99,8 +98,10 @@ def _rotate_and_store(
     k_norm: np.ndarray,
     eps: float,
 ) -> None:
-    given = qkv, data, scales, block_size, positions, slots, cos, sin, q_norm, k_norm, eps
-    run(pieces, *bind(_rotate_tokens, given))
+    for piece in prange(pieces):
+        _rotate_tokens(
+            qkv, data, scales, block_size, positions, slots, cos, sin, q_norm, k_norm, eps, piece, pieces
+        )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy")  # no fastmath, which would change the rounding in store_kv

@@ -6,18 +6,17 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit
-
-from chairlift.ops.team import bind, run
+from numba import njit, prange
 
 _PART = 1024  # logits per part: only the part with the highest logit is searched for its index
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, parallel=True, cache=True)
 def likeliest(pieces: int, logits: np.ndarray, out: np.ndarray, nothing: int) -> None:
     """Write the id of each row's highest logit, the first of equal ones; `nothing` if no logit is above -inf."""
-    run(pieces, *bind(_likeliest, (logits, out, nothing)))
+    for piece in prange(pieces):
+        _likeliest(logits, out, nothing, piece, pieces)
 
 
 @njit(nogil=True)
@@ -46,10 +45,11 @@ def _peak(x: np.ndarray) -> Any:
     return best
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, parallel=True, cache=True)
 def uniform(pieces: int, keys: np.ndarray, out: np.ndarray) -> None:
     """Write the numbers of sampling.uniform_reference."""
-    run(pieces, *bind(_uniform, (keys, out)))
+    for piece in prange(pieces):
+        _uniform(keys, out, piece, pieces)
 
 
 @njit(nogil=True)
@@ -66,7 +66,7 @@ def _uniform(keys: np.ndarray, out: np.ndarray, piece: int, pieces: int) -> None
             out[row, i] = (numba.float32(x >> numba.uint32(9)) + numba.float32(0.5)) * numba.float32(2.0**-23)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, parallel=True, cache=True)
 def penalize(
     pieces: int,
     logits: np.ndarray,
@@ -79,10 +79,10 @@ def penalize(
     frequency: np.ndarray,
 ) -> None:
     """Compute sampling.penalize_reference_, visiting only the tokens of the history."""
-    run(
-        pieces,
-        *bind(_penalize, (logits, which, history, prompt_lengths, lengths, repetition, presence, frequency)),
-    )
+    for piece in prange(pieces):
+        _penalize(
+            logits, which, history, prompt_lengths, lengths, repetition, presence, frequency, piece, pieces
+        )  # fmt: skip
 
 
 @njit(nogil=True)
@@ -118,10 +118,11 @@ def _penalize(
             is_seen[token], counts[token] = False, 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, parallel=True, cache=True)
 def keep_likeliest(pieces: int, logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> None:
     """Write -inf to the tokens that min_p, top_k (0: all) or top_p drops; of equal logits the lowest ids are kept."""
-    run(pieces, *bind(_keep_likeliest, (logits, top_k, top_p, min_p)))
+    for piece in prange(pieces):
+        _keep_likeliest(logits, top_k, top_p, min_p, piece, pieces)
 
 
 @njit(nogil=True)

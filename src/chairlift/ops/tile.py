@@ -18,6 +18,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+# torch's linear algebra and our kernels must share one thread pool, or they compete for the cores: Numba's OpenMP layer
+# uses the OpenMP runtime that torch has already loaded.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
+
 
 def _vector_width() -> int:
     """Return the floats in the widest vector register of this machine."""
