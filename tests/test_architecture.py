@@ -204,6 +204,15 @@ def test_text_needs_neither_torch_nor_a_model(module: str) -> None:
     assert [name for name in ours_in(module) if is_within(name, {"models", "execution", "engine"})] == []
 
 
+@pytest.mark.parametrize(
+    "module", ["serving.server", "serving.workers", "serving.text_process", "text.template_process"]
+)
+def test_processes_without_a_model_load_no_torch(module: str) -> None:
+    """Torch takes two seconds and 200 MB."""
+    code = f"import sys, chairlift.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 @pytest.mark.parametrize("module", modules_of("engine"))
 def test_the_engine_needs_no_torch(module: str) -> None:
     assert foreign_in(module).isdisjoint({"torch", "numpy"})

@@ -16,7 +16,7 @@ import torch
 import chairlift.offline.async_engine
 from chairlift import LLM, AsyncEngine, SamplingParams
 from chairlift.core.errors import ContextLengthError, DeviceError, EngineFault, RequestError
-from chairlift.core.plan import StepPlan
+from chairlift.core.step import Step
 from chairlift.offline.stream import Stream
 from chairlift.text.outputs import Answer, RequestOutput
 
@@ -158,11 +158,11 @@ class Breaking:
     def __init__(self, executor: Any, error: Exception, at: int) -> None:
         self._executor, self._error, self._left = executor, error, at
 
-    def submit(self, plan: StepPlan) -> Any:
+    def launch(self, plan: Step) -> Any:
         self._left -= 1
         if self._left == 0:
             raise self._error
-        return self._executor.submit(plan)
+        return self._executor.launch(plan)
 
     def collect(self, ticket: Any) -> Any:
         return self._executor.collect(ticket)

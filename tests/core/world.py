@@ -187,7 +187,7 @@ class World:
         cache = PrefixCache(pool, (host, disk), Cost()) if shape.caches else None
         self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
         self.scheduler.is_fcfs = settings is None and not beams and drafts is None
-        self.scheduler.drafter = None if drafts is None else self._draft
+        self.scheduler.planner.drafter = None if drafts is None else self._draft
         self.searches = 0  # requests for beams that were let in
         self.executor = FakeExecutor(
             shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks, shape.disk_blocks

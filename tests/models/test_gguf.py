@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from chairlift.core.errors import ModelError
 from chairlift.models.gguf import GgufFile
-from chairlift.models.gguf_quants import CHUNK, FORMATS, BlockFormat, dequantize
+from chairlift.models.gguf_formats import FORMATS, BlockFormat
+from chairlift.models.gguf_quants import CHUNK, dequantize
 from chairlift.models.sources import DEFAULT_MODEL, resolve
 
 QUANTIZED_BY_REFERENCE = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
@@ -25,7 +26,7 @@ def random_blocks(form: BlockFormat, count: int) -> np.ndarray:
     """Return blocks of random bits with finite scales, so that no weight is NaN."""
     rng = np.random.default_rng(form.nbytes)
     if form.plain is not None:
-        return torch.randn(count, 1).to(form.plain).view(torch.uint8).numpy()
+        return torch.randn(count, 1).to(getattr(torch, form.plain)).view(torch.uint8).numpy()
     blocks = rng.integers(0, 256, (count, form.nbytes), dtype=np.uint8)
     for start in SCALES_AT.get(form.name, (0,)):
         scales = rng.standard_normal((count, 1)).astype(np.float16)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from chairlift.models.gguf_quants import CHUNK, FORMATS, dequantize
+from chairlift.models.gguf_formats import FORMATS
+from chairlift.models.gguf_quants import CHUNK, dequantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

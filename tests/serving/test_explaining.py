@@ -48,7 +48,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two seats, and keys; the tests' own questions carry the operator's."""
+    """Two rows, and keys; the tests' own questions carry the operator's."""
     keys = keys_file(tmp_path_factory.mktemp("keys"), alice="", bob="")
     environment = {"FAKE_SEQUENCES": "2", "FAKE_STEP": "0.05"}
     with running(tiny_model, "--api-keys", keys, "--max-waiting", "50", fake=True, environment=environment) as found:
@@ -74,7 +74,7 @@ def test_one_that_runs_tells_how_far_it_is(crowd: Running) -> None:
     [answer] = reply["answers"]
     assert (answer["state"], answer["ahead"], answer["tenant"], answer["index"]) == ("running", None, "alice", 0)
     assert answer["computed_tokens"] == answer["prompt_tokens"] + answer["generated_tokens"] - 1
-    assert answer["why"][0].startswith("It runs: ") and answer["why"][0].endswith("and 400 may come at most.")
+    assert answer["why"][0].startswith("It runs: ") and answer["why"][0].endswith(" so far, of 400 at most.")
     assert answer["seconds"] > 0
 
 
@@ -83,8 +83,8 @@ def test_one_that_waits_tells_why_and_who_goes_before_it(crowd: Running) -> None
     assert (bobs["state"], bobs["ahead"], bobs["waiting"], bobs["generated_tokens"]) == ("waiting", 0, 2, 0)
     assert alices["ahead"] == 1
     assert alices["why"][:3] == [
-        "It waits: 1 other goes before it, and 2 requests wait in all.",
-        "All 2 seats are taken.",
+        "It waits: 1 other is before it, and 2 requests wait in all.",
+        "All 2 rows of the batch are in use.",
         "Policy fcfs: requests are admitted in order of arrival.",
     ]
 
@@ -151,8 +151,8 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
     assert lines == [
-        "It waits: 1 other goes before it, and 2 requests wait in all.",
-        "All 2 seats are taken.",
+        "It waits: 1 other is before it, and 2 requests wait in all.",
+        "All 2 rows of the batch are in use.",
         "Policy fcfs: requests are admitted in order of arrival.",
     ]
     assert last.startswith("It came ") and last.endswith("s ago, with a prompt of 5 tokens.")

@@ -91,7 +91,7 @@ class Script:
         for index in range(1, params.width):
             self.sequences.append(Sequence(self.request, 0, 1 << 20, index))
         for sequence in self.sequences:
-            sequence.is_forked, sequence.started, sequence.cached = True, 2.5, 3
+            sequence.group.reserved, sequence.started, sequence.cached = 0, 2.5, 3
         for step in itertools.count(1):
             live = [each for each in self.sequences if each.index not in self.ended]
             if not live:

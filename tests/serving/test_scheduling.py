@@ -24,7 +24,7 @@ ONE_SEAT = {"FAKE_SEQUENCES": "1", "FAKE_STEP": "0.02"}
 
 @contextmanager
 def holding(server: Running, key: str | None = None, **body: Any) -> Iterator[None]:
-    """All seats of a batch of one taken, until the block ends."""
+    """All rows of a batch of one taken, until the block ends."""
     asked = {"prompt": "Hello", "max_tokens": 400, "stream": True, "request_id": "holder", **body}
     headers = server.headers if key is None else {"Authorization": f"Bearer {key}"}
     with httpx.stream("POST", server.url + COMPLETION, json=asked, headers=headers, timeout=60) as reply:
@@ -114,7 +114,7 @@ def test_a_higher_priority_takes_the_seat_of_a_lower_one_which_then_goes_on(by_p
         crowd.join("urgent", priority=1, max_tokens=50)
         server.wait_until(lambda: has(server, "holder", preemptions=1))
         told = explained(server, "holder")
-        assert told is not None and "It had to yield to others 1 time, and kept its place." in told["why"]
+        assert told is not None and "It was preempted 1 time, and kept its place in the queue." in told["why"]
         assert crowd.wait() == ["urgent"]
         server.wait_until(lambda: has(server, "holder", state="running"))
     server.wait_until(server.is_idle)
@@ -163,7 +163,7 @@ def test_the_earliest_deadline_goes_first_be_it_the_request_s_or_its_tenant_s(ti
             assert told[0] is not None and "s; the earliest deadline is admitted first." in told[0]["why"][2]
             aside = explained(server, "never")
             assert aside is not None
-            assert aside["lanes"] == 2 and "it has no deadline; it stands aside" in aside["why"][2]
+            assert aside["lanes"] == 2 and "it has no deadline; it waits in the second lane" in aside["why"][2]
         assert [name for name in crowd.wait() if name != "never"] == ["ten", "alices", "thirty"]
 
 

@@ -74,7 +74,7 @@ def _describe(scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float
         ahead=ahead,
         lanes=len(lanes),
         waiting=len(scheduler.waiting),
-        blocked_by=scheduler.blocked_by if is_waiting else "",
+        blocked_by=scheduler.planner.blocked_by if is_waiting else "",
         prompt_tokens=sequence.prompt_length,
         computed_tokens=sequence.computed,
         generated_tokens=len(sequence.output),
@@ -107,7 +107,7 @@ def _place(ahead: int, in_lane: int, lanes: int, waiting: int) -> str:
 def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) -> str:
     subject = "It" if first is sequence else "The next request"
     running, rows = scheduler.running, scheduler.limits.max_sequences
-    match scheduler.blocked_by:
+    match scheduler.planner.blocked_by:
         case "rows":
             free = scheduler.batch.free_rows
             if not free:
@@ -126,7 +126,7 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
                 return f"{subject} needs {counted(needs, 'KV block')}, which became free since the last step."
             return f"{subject} needs {counted(needs, 'KV block')}: {_free_blocks(free, kept)}."
         case "tokens":
-            most = scheduler.prefill.step_tokens
+            most = scheduler.planner.prefill.step_tokens
             return f"The last step was full: it holds up to {counted(most, 'token')}, and running requests come first."
         case "gate" if running:
             return f"The batch admits no request until all of it has ended: {len(running):,} still run."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice, repeat
 
 from chairlift.core.batch import RunningBatch
-from chairlift.core.batching import Continuous, Gate, GateView
+from chairlift.core.batching import Continuous, Gate
 from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
@@ -17,6 +17,7 @@ from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.memory import Memory
 from chairlift.core.plan import Event, Outcome, StepPlan
+from chairlift.core.planner import Planner
 from chairlift.core.policy import Policy
 from chairlift.core.predictor import PREDICTORS, Predictor
 from chairlift.core.preemption import Preemption
@@ -25,8 +26,6 @@ from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.step import Candidates, StepResult, TokenLogprobs
-
-_REKEY = 8  # plans after which the queue is sorted again for a policy that reads the prefix cache; more when it is long
 
 
 class Scheduler:
@@ -56,29 +55,31 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.policy: Policy = policy or Policy()
-        self.gate: Gate = gate or Continuous()
-        self.prefill: PrefillMode = prefill or Chunked(limits, Cost())
         self.memory = Memory(pool, preemption, prefix_cache, window)
         self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
-        self.budget: Budget = budget or FixedBudget()
         self.waiting = WaitingQueue(self.policy)
         self.counters = Counters()
         self.admission = self.memory.admission
-        self.blocked_by = ""  # what kept the next request out of the last plan: rows, blocks, tokens or the gate
-        self.is_input_over = False  # no other request is expected: a batch need not wait until it is full
         self._cost = cost  # the cost model to update with step times, if a part of the scheduler uses it
         self._live: dict[str, list[Sequence]] = {}  # each request's sequences that have not ended
         self.policy.cached = self.admission.known
         self.policy.peek_cached = lambda each: self.admission.known(each, self.memory.prefixes.look_up(each))
         self.batch = RunningBatch(limits.max_sequences, self.memory, self.policy, self.waiting, self.counters)
         self.running = self.memory.prefixes.running = self.batch.running
+        self.planner = Planner(
+            limits,
+            self.memory,
+            self.batch,
+            self.waiting,
+            self.policy,
+            gate or Continuous(),
+            prefill or Chunked(limits, Cost()),
+            budget or FixedBudget(),
+            self._add_sibling,
+        )
         self._is_trusted = True
-        self._plans = 0
-        self._prompt_steps = 0  # consecutive steps without decodes
         self._moved: list[Sequence] = []  # beams that continue another one: the executor gets their new tokens
         self._constrained = 0  # live requests with a constraint
-        # Proposes tokens that may come next in a sequence; the next step checks them all at once.
-        self.drafter: Callable[[Sequence], list[int]] | None = None
 
     # ---- requests in and out
 
@@ -106,6 +107,10 @@ class Scheduler:
         sequence.rank = (self.policy.key(sequence), order, 0)
         self.waiting.push(sequence, request.arrival)
 
+    def _add_sibling(self, sibling: Sequence) -> None:
+        self._live[sibling.request.id].append(sibling)
+        self.policy.arrived(sibling)
+
     def abort(self, request_id: str, error: str | None = None) -> list[Event]:
         """End a request now, as failed if there is an error; its blocks are free when this returns.
 
@@ -126,7 +131,7 @@ class Scheduler:
     @property
     def serves_in_order(self) -> bool:
         """Whether waiting requests are admitted in order of arrival, as soon as there is room."""
-        return self.policy.is_in_order and not self.gate.closes
+        return self.policy.is_in_order and not self.planner.gate.closes
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request has not ended."""
@@ -140,30 +145,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Choose the slices of one forward pass."""
-        step = StepPlan()
-        self._plans += 1
-        if self.policy.reads_cache and self._plans % max(_REKEY, len(self.waiting) // _REKEY) == 0:
-            self.waiting.rekey()
-        if self.policy.is_preemptive and len(self.waiting) and not self.gate.closes:
-            self._preempt_for_waiting(step, now)
-        preempted = len(step.preempted)
-        if self._prompt_steps < self.prefill.decodes_wait:
-            self._prompt_steps += 1
-            self._extend_prompts(step, self._in_prefill())
-            self._admit(step, now)
-            if not step:
-                self._prompt_steps = 0
-                self._extend(step)
-        else:
-            self._prompt_steps = 0
-            self._extend(step)  # decodes and unfinished prompts first: an admission never stalls a running sequence
-            if len(step.preempted) == preempted:
-                self._admit(step, now)
-            else:
-                self.blocked_by = "blocks"  # under memory pressure, admitting would only thrash
-        self.admission.watermark.learn(len(step.preempted) > preempted)
-        step.placed += (each for each in self._moved if each.phase is Phase.RUNNING and each not in step.placed)
-        self._moved.clear()
+        step = self.planner.plan(now, self._moved)
+        self._moved = []
         self.memory.finish(step)
         step.number()
         if self._constrained:
@@ -189,9 +172,7 @@ class Scheduler:
 
     def pause(self, now: float) -> float:
         """Return the seconds for which no step can run: the batch is empty, and the gate waits for more requests."""
-        if self.running or not len(self.waiting):
-            return 0.0
-        return self.gate.pause(self._gate_view(now), now)
+        return self.planner.pause(now)
 
     def stuck(self, now: float) -> Sequence:
         """Return the sequence to end when plans stay empty though there are requests and no step is in flight.
@@ -321,188 +302,6 @@ class Scheduler:
             assert sequence.computed < sequence.length <= sequence.limit
         c = self.counters
         assert c.submitted == len(self._live) + c.finished + c.aborted + c.rejected + c.failed
-
-    # ---- choosing
-
-    def _extend(self, step: StepPlan) -> None:
-        """Give every running sequence its next slice, in rank order; prompts share what the decodes leave."""
-        # Decodes always fit: a step has at least as many tokens as the batch has rows (Limits).
-        samples, starts = step.samples, step.starts
-        prompts: list[Sequence] = []
-        drafted: list[tuple[Sequence, list[int]]] = []
-        for sequence in self.running.copy():
-            start = sequence.computed
-            if start < sequence.decode_until:
-                sequence.computed = start + 1
-                sequence.length = start + 2
-            elif not self._may_decode(step, sequence, prompts, drafted):
-                continue
-            samples.append(sequence)
-            starts.append(start)
-        step.sequences += samples
-        step.counts += repeat(1, len(samples))
-        step.tokens = len(samples)
-        step.sampled_at += range(len(samples))
-        for place, (sequence, drafts) in enumerate(drafted):
-            self._check_drafts(step, sequence, drafts, len(drafted) - place)
-        if prompts:
-            self._extend_prompts(step, prompts)
-
-    def _may_decode(
-        self,
-        step: StepPlan,
-        sequence: Sequence,
-        prompts: list[Sequence],
-        drafted: list[tuple[Sequence, list[int]]],
-    ) -> bool:
-        """Whether a sequence decodes one token in this step; if its slice is longer, add it to one of the lists."""
-        if sequence.phase is not Phase.RUNNING:
-            return False  # this plan has preempted it
-        if sequence.unchecked:
-            return False  # its next position depends on how many drafts in flight are accepted
-        length = sequence.length
-        if length >= sequence.limit:
-            return False  # its last token is in flight
-        if sequence.is_search and not self.batch.may_search(step, sequence):
-            return False
-        if length - sequence.computed > 1 or not sequence.is_forked:  # the last of a prompt may yet have to fork
-            prompts.append(sequence)
-            return False
-        if length > sequence.table.writable and not self.batch.grow(step, sequence, length):
-            return False
-        if self.drafter is None:
-            if not sequence.is_search:
-                sequence.decode_until = min(sequence.limit - 1, sequence.table.writable)
-        elif self._may_draft(sequence) and (drafts := self.drafter(sequence)):
-            drafted.append((sequence, drafts))
-            return False
-        sequence.computed = length
-        sequence.length = length + 1
-        return True
-
-    def _may_draft(self, sequence: Sequence) -> bool:
-        """Whether its last token is known, and drafts can be checked with its next one."""
-        return not sequence.in_flight and not sequence.is_search and sequence.constraint is None
-
-    def _check_drafts(self, step: StepPlan, sequence: Sequence, drafts: list[int], left: int) -> None:
-        """Add a decode with the drafts behind it that fit; `left` sequences, this one included, need a token each.
-
-        A draft preempts no sequence: it gets only blocks that are available.
-        """
-        start, length = sequence.computed, sequence.length
-        room = self._budget(step, start) - step.tokens - left
-        count = max(0, min(len(drafts), room, sequence.limit - length - 1))
-        while count and not self.memory.can_grow(sequence, length + count):
-            count -= 1
-        if length + count > sequence.table.writable:
-            self.memory.grow(step, sequence, length + count)
-        if count:
-            step.drafts.append((len(step.samples), drafts[:count]))
-        step.sequences.append(sequence)
-        step.starts.append(start)
-        step.counts.append(1 + count)
-        step.tokens += 1 + count
-        step.samples.append(sequence)
-        step.sampled_at.append(step.tokens - 1)
-        sequence.computed = length + count
-        sequence.length = length + count + 1
-        sequence.unchecked = count
-
-    def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
-        for sequence in self.policy.arrange(prompts) if len(prompts) > 1 else prompts:
-            self._add_chunk(step, sequence)
-
-    def _in_prefill(self) -> list[Sequence]:
-        """Return the running sequences that have more than their next token to compute."""
-        return [each for each in self.running if each.length - each.computed > 1 or not each.is_forked]
-
-    def _admit(self, step: StepPlan, now: float) -> None:
-        """Admit waiting groups in order until budget, rows or blocks run out; the first that does not fit ends it."""
-        self.blocked_by = ""
-        if not len(self.waiting):
-            return
-        if self.gate.closes:
-            if not self.running:
-                self.waiting.keep_lane(self.limits.max_sequences, now)
-            if not self.gate.is_open(self._gate_view(now), now):
-                self.blocked_by = "gate"
-                return
-        while not self.blocked_by:
-            sequence = self.waiting.peek(now)
-            if sequence is None:
-                break
-            # A sequence is not resumed by the plan that preempts it: its blocks are not saved yet.
-            self.blocked_by = "blocks" if sequence in step.preempted else self.batch.blocked_by(sequence)
-            if not self.blocked_by:
-                known = self.admission.known(sequence)
-                room = self._budget(step, known) - step.tokens
-                if room <= 0 or not self.prefill.chunk(len(sequence.tokens) - known, room):
-                    self.blocked_by = "tokens"
-                    break
-                self.batch.admit(step, sequence, now)
-                for each in list(sequence.group.members):
-                    self._add_chunk(step, each)
-        if self.blocked_by != "tokens":  # a request that lacks tokens may join the same batch in the next step
-            self.gate.close()
-
-    def _preempt_for_waiting(self, step: StepPlan, now: float) -> None:
-        """Preempt running sequences for waiting ones, where the policy wants that, and admit these at once."""
-        while (newcomer := self.waiting.peek(now)) is not None and self.batch.blocked_by(newcomer):
-            if newcomer in step.preempted or not self.batch.preempt_for(step, newcomer):
-                return
-            self.batch.admit(step, newcomer, now)
-
-    def _gate_view(self, now: float) -> GateView:
-        first = self.waiting.peek(now)
-        since = now if first is None else first.request.arrival
-        is_last = self.is_input_over or (first is not None and first.started is not None)
-        return GateView(len(self.running), self.waiting.largest(), self.limits.max_sequences, since, is_last)
-
-    def _budget(self, step: StepPlan, computed: int) -> int:
-        """Return the tokens that the step may hold, if the next ones belong to a prompt with `computed` tokens done."""
-        return self.budget.tokens(step, self.prefill.step_tokens, computed)
-
-    def _add_chunk(self, step: StepPlan, sequence: Sequence) -> None:
-        """Add as much of a prompt as fits; its last token is sampled, once for every sibling."""
-        remaining = sequence.length - sequence.computed
-        count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence.computed) - step.tokens))
-        if not count:
-            return
-        self.memory.free_outside_window(sequence)
-        step.sequences.append(sequence)
-        step.starts.append(sequence.computed)
-        step.counts.append(count)
-        step.tokens += count
-        sequence.computed += count
-        self.memory.prefixes.insert(sequence, min(sequence.computed, len(sequence.tokens)), step)
-        if count == remaining:
-            sequence.length += 1
-            for sampler in (sequence, *self._fork(step, sequence)):
-                step.samples.append(sampler)
-                step.sampled_at.append(step.tokens - 1)
-
-    def _fork(self, step: StepPlan, sequence: Sequence) -> list[Sequence]:
-        """Create the prompt's siblings, which share its blocks, in the rows that were reserved for them."""
-        if sequence.is_forked:
-            return []
-        sequence.group.reserved = 0
-        sequence.preemptions = 0  # from now on each sequence needs blocks of its own
-        siblings = []
-        for index in range(1, sequence.request.params.width):
-            sibling = Sequence(sequence.request, sequence.order, sequence.limit, index)
-            sibling.rank = (sequence.rank[0], sequence.order, index)
-            self.memory.fork(sequence, sibling)
-            sibling.expected = sequence.expected
-            if sequence.is_search:
-                sibling.group = sequence.group
-                sibling.group.members.append(sibling)
-            else:
-                sibling.group.reserved = 0
-            self._live[sequence.request.id].append(sibling)
-            self.policy.arrived(sibling)
-            self.batch.place(step, sibling, sequence.started)
-            siblings.append(sibling)
-        return siblings
 
     # ---- beams
 

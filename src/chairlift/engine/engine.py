@@ -106,11 +106,11 @@ class Engine:
 
     def end_input(self) -> None:
         """Nobody else will come: a batch that waits to be full need not wait."""
-        self.scheduler.is_input_over = True
+        self.scheduler.planner.is_input_over = True
 
     def expect_input(self) -> None:
         """Others may come, as is assumed at first."""
-        self.scheduler.is_input_over = False
+        self.scheduler.planner.is_input_over = False
 
     def clear_prefix_cache(self) -> int:
         """Empty the prefix cache, and return the number of its blocks; running sequences keep theirs."""
@@ -161,7 +161,7 @@ class Engine:
             "%d plans in a row computed nothing: ending %s, with %d sequences running, %d waiting (blocked by: %s) and "
             "%d of %d KV blocks available. Please report this with the settings and these numbers",
             *(self._idle_plans, stuck, len(scheduler.running), len(scheduler.waiting)),
-            *(scheduler.blocked_by or "nothing", pool.available, pool.total),
+            *(scheduler.planner.blocked_by or "nothing", pool.available, pool.total),
         )
         self._idle_plans = 0
         return scheduler.abort(

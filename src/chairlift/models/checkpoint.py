@@ -1,9 +1,9 @@
 """Checkpoints: a model's config and tensors under Hugging Face's names, from safetensors or GGUF."""
 
-from pathlib import Path
-from typing import Any, Protocol
+from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import Values, is_name, show
@@ -11,6 +11,9 @@ from chairlift.json_file import read_json
 from chairlift.models.gguf import GgufFile
 from chairlift.models.gguf_config import ROPE_FACTORS, hf_config, hf_layout, hf_name
 from chairlift.models.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 
@@ -193,8 +196,11 @@ class GgufCheckpoint:
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         """Read a tensor, dequantized, with its rows in Hugging Face's order."""
         gguf_name = self._gguf_name(name)
-        stored = self._file.tensors[gguf_name].type.plain
-        weights = self._file.read(gguf_name, dtype or stored or torch.float32, device)
+        import torch
+
+        plain = self._file.tensors[gguf_name].type.plain
+        stored = None if plain is None else getattr(torch, plain)
+        weights = self._file.read(gguf_name, dtype or stored, device)
         return hf_layout(weights, gguf_name, self.config)
 
     def _gguf_name(self, name: str) -> str:

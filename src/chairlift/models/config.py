@@ -8,11 +8,7 @@ import torch
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import Values
-
-MAX_LAYERS = 10_000
-MAX_HEADS = 1 << 16
-MAX_LENGTH = 1 << 24
-"""Above any real model, and small enough that objects per layer or head take megabytes at most."""
+from chairlift.models.bounds import MAX_HEADS, MAX_LAYERS, MAX_LENGTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,22 @@ Every length and count in the file is checked against the file's size and agains
 allocated for it: a truncated, damaged or hostile file raises a `ModelError` and nothing else.
 """
 
+from __future__ import annotations
+
 import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
-from chairlift.models.gguf_quants import FORMATS, UNSUPPORTED, BlockFormat, dequantize
+from chairlift.models.gguf_formats import FORMATS, UNSUPPORTED, BlockFormat
 from chairlift.models.mapped import REFETCH, map_file
+
+if TYPE_CHECKING:
+    import torch
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -62,8 +65,8 @@ class GgufFile:
         start = header.data_start(self.metadata.get("general.alignment", 32))
         self.tensors = self._place(infos, start)
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor's weights; the quantized bytes are copied to the device and dequantized there.
+    def read(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+        """Read a tensor's weights, by default as float32; quantized bytes are dequantized on the device.
 
         >>> file = GgufFile(resolve("smollm2-135m"))  # doctest: +SKIP
         >>> file.read("output_norm.weight").shape  # doctest: +SKIP
@@ -72,8 +75,12 @@ class GgufFile:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {name}: the file is not a whole model of its architecture")
+        import torch
+
+        from chairlift.models.gguf_quants import dequantize
+
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
-        return dequantize(raw.to(device), tensor.type, dtype).view(tensor.shape)
+        return dequantize(raw.to(device), tensor.type, dtype or torch.float32).view(tensor.shape)
 
     def _place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
         """Convert offsets in the data section to offsets in the file, and check them against its size."""

@@ -1,15 +1,19 @@
 """Conversion of GGUF metadata to a Hugging Face config.json, and of GGUF tensor names to Hugging Face's."""
 
+from __future__ import annotations
+
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import Values, show
-from chairlift.models.config import MAX_HEADS, MAX_LAYERS, MAX_LENGTH
+from chairlift.models.bounds import MAX_HEADS, MAX_LAYERS, MAX_LENGTH
 from chairlift.models.gguf import GgufFile
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -78,7 +82,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     # Llama has no window: converters store Mistral, which has one, as llama.
     family = "mistral" if family == "llama" and window else family
     first = file.tensors.get("blk.0.attn_q.weight")
-    dtype = first.type.plain if first and first.type.plain else torch.bfloat16
+    dtype = first.type.plain if first and first.type.plain else "bfloat16"
     config = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -100,7 +104,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         # attention_bias means all four projections; Qwen2 has biases of q, k and v without this setting.
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype,
         **_special_tokens(file),
     }
     _check_heads(file, config, facts.count("rope.dimension_count", config["head_dim"], most=MAX_HEADS))

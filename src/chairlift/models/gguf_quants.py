@@ -6,41 +6,31 @@ instead of twice, and weights would differ in the last bit from other readers an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from chairlift.models.gguf_formats import BlockFormat
+
 CHUNK = 1 << 20
 """Weights unpacked at a time: few enough that intermediate tensors fit the cache, enough that calls cost little."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """The byte layout of one GGUF tensor type."""
-
-    name: str
-    values: int
-    nbytes: int
-    unpack: Callable[[Tensor], Tensor]
-    plain: torch.dtype | None = None
-    """The torch dtype of the bytes, for formats that are not quantized."""
 
 
 def dequantize(raw: Tensor, form: BlockFormat, dtype: torch.dtype) -> Tensor:
     """Unpack the bytes of a tensor into a flat tensor of weights.
 
     >>> half = torch.tensor([1.0, -2.0], dtype=torch.float16)
+    >>> from chairlift.models.gguf_formats import FORMATS
     >>> dequantize(half.view(torch.uint8), FORMATS[1], torch.float32)
     tensor([ 1., -2.])
     """
-    blocks = raw.view(-1, form.nbytes)
+    blocks, unpack = raw.view(-1, form.nbytes), UNPACK[form.name]
     if form.plain is not None:
-        return form.unpack(blocks).view(-1).to(dtype)
+        return unpack(blocks).view(-1).to(dtype)
     weights = torch.empty(len(blocks), form.values, dtype=dtype, device=raw.device)
     step = CHUNK // form.values
     for start in range(0, len(blocks), step):
-        weights[start : start + step] = form.unpack(blocks[start : start + step])
+        weights[start : start + step] = unpack(blocks[start : start + step])
     return weights.view(-1)
 
 
@@ -150,37 +140,17 @@ def _group_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-FORMATS: dict[int, BlockFormat] = {
-    0: BlockFormat("F32", 1, 4, f32, torch.float32),
-    1: BlockFormat("F16", 1, 2, f16, torch.float16),
-    2: BlockFormat("Q4_0", 32, 18, q4_0),
-    3: BlockFormat("Q4_1", 32, 20, q4_1),
-    6: BlockFormat("Q5_0", 32, 22, q5_0),
-    7: BlockFormat("Q5_1", 32, 24, q5_1),
-    8: BlockFormat("Q8_0", 32, 34, q8_0),
-    12: BlockFormat("Q4_K", 256, 144, q4_k),
-    13: BlockFormat("Q5_K", 256, 176, q5_k),
-    14: BlockFormat("Q6_K", 256, 210, q6_k),
-    30: BlockFormat("BF16", 1, 2, bf16, torch.bfloat16),
+UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": f32,
+    "F16": f16,
+    "BF16": bf16,
+    "Q4_0": q4_0,
+    "Q4_1": q4_1,
+    "Q5_0": q5_0,
+    "Q5_1": q5_1,
+    "Q8_0": q8_0,
+    "Q4_K": q4_k,
+    "Q5_K": q5_k,
+    "Q6_K": q6_k,
 }
-"""Supported formats by their GGUF type number."""
-
-UNSUPPORTED: dict[int, str] = {
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-}
-"""Names of unsupported types, for errors."""
+"""The function of each format, by name."""

@@ -4,35 +4,39 @@ The safetensors package is not used: sizes must be checked here anyway, for erro
 tensor is a view of the mapped file.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
 from chairlift.models.mapped import REFETCH, map_file
 
+if TYPE_CHECKING:
+    import torch
+
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
+    "BOOL": ("bool", 1),
 }
+"""The torch name and the bytes of each dtype."""
 
 MAX_HEADER = 32 << 20
 """Bytes, several times the header of 100,000 tensors; a sparse file can have any size, so its size is no bound."""
@@ -43,14 +47,15 @@ MAX_DIMENSIONS = 8
 class StoredTensor:
     """A tensor's location in the file."""
 
-    dtype: torch.dtype
+    dtype: str  # its name in torch
+    itemsize: int
     shape: tuple[int, ...]
     offset: int
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 class SafetensorsFile:
@@ -64,13 +69,16 @@ class SafetensorsFile:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor as it is stored: a view of the file, not a copy."""
+        import torch
+
         stored = self.tensors[name]
+        dtype: torch.dtype = getattr(torch, stored.dtype)
         if stored.nbytes == 0:  # torch.frombuffer rejects an empty buffer
-            return torch.empty(stored.shape, dtype=stored.dtype)
+            return torch.empty(stored.shape, dtype=dtype)
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=stored.nbytes, offset=stored.offset)
-        if stored.offset % stored.dtype.itemsize:  # the format does not guarantee alignment, kernels expect it
+        if stored.offset % stored.itemsize:  # the format does not guarantee alignment, kernels expect it
             raw = raw.clone()
-        return raw.view(stored.dtype).view(stored.shape)
+        return raw.view(dtype).view(stored.shape)
 
     def _header(self) -> tuple[dict[str, Any], int]:
         """Return the tensors' descriptions, and the offset of the data."""
@@ -108,7 +116,7 @@ class SafetensorsFile:
                 )
         if dtype not in DTYPES:
             raise ModelError(f"{self.path}: tensor {name!r} has type {show(dtype)}; supported are {', '.join(DTYPES)}")
-        stored = StoredTensor(DTYPES[dtype], tuple(shape), start + begin)
+        stored = StoredTensor(*DTYPES[dtype], tuple(shape), start + begin)
         if stored.nbytes != end - begin:
             raise ModelError(
                 f"{self.path}: tensor {name!r} has {show(end - begin)} bytes, but {dtype} of shape {show(shape)} "

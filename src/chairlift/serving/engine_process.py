@@ -233,7 +233,7 @@ class EngineLoop:
             preemptions=count.preemptions,
             step_seconds=took,
             step_tokens=self._engine.last_tokens if took else 0,
-            blocked_by=scheduler.blocked_by,
+            blocked_by=scheduler.planner.blocked_by,
             swapped_out=self._swapped_out,
             swapped_in=self._swapped_in,
             cached_blocks=pool.cached,

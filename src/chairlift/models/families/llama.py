@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from chairlift.core.values import Values
 from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
+from chairlift.models.bounds import MAX_LAYERS, MAX_LENGTH
 from chairlift.models.building import Take, column_linear, row_linear
-from chairlift.models.config import MAX_LAYERS, MAX_LENGTH, ModelConfig
+from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.rope import RopeConfig
 from chairlift.ops.dense import Dense

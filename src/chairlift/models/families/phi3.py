@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
+from chairlift.models.bounds import MAX_LENGTH
 from chairlift.models.building import Split, Take, column_linear, row_linear
-from chairlift.models.config import MAX_LENGTH, ModelConfig
+from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.rope import RopeConfig
 from chairlift.ops.dense import Dense
