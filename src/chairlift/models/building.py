@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chairlift.ops.dense import Dense
+from chairlift.ops.dense import Dense, concatenate
 from chairlift.ops.linear import Linear, Reduce
 from chairlift.ops.norm import Norm
 from chairlift.ops.weight import Weight
@@ -71,7 +71,7 @@ def column_linear(
         take.weight(f"{prefix}{name}.weight", count, inputs, Split.OUTPUTS) for name, count in outputs.items()
     )
     biases = [take.tensor(f"{prefix}{name}.bias", total(count)) for name, count in outputs.items()] if bias else []
-    return Linear(first.join(rest), torch.cat(biases) if bias else None, **around)
+    return Linear(first.join(rest), concatenate(biases) if bias else None, **around)
 
 
 def row_linear(

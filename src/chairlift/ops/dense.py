@@ -16,6 +16,14 @@ from chairlift.ops.weight import Fused, Gate, Product, Weight, gate_mul, gate_mu
 _NOTHING = np.empty(0, np.float32)
 
 
+def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate rows. On the meta device torch.cat is written in Python, and its first call imports 2 s of modules."""
+    first = tensors[0]
+    if not first.is_meta:
+        return torch.cat(list(tensors))
+    return first.new_empty(sum(len(each) for each in tensors), *first.shape[1:])
+
+
 class Dense(Weight):
     """A matrix in the model's own dtype."""
 
@@ -38,7 +46,7 @@ class Dense(Weight):
 
     def join(self, others: Sequence[Dense]) -> Dense:
         """Concatenate the outputs of this weight and the others."""
-        return Dense(torch.cat([self.tensor, *(other.tensor for other in others)])) if others else self
+        return Dense(concatenate([self.tensor, *(other.tensor for other in others)])) if others else self
 
     def rows(self, first: int, last: int) -> Dense:
         """Return outputs first..last."""
