@@ -450,9 +450,12 @@ def owns(pid: int, folder: Path) -> bool:
     return any(f"socket:[{line[6]}]" in held for line in lines)
 
 
-def test_an_http_process_that_stands_still_holds_up_little_memory_and_is_told_what_it_missed(tiny_model: Path) -> None:
+@pytest.mark.parametrize("n", [16, pytest.param(64, marks=pytest.mark.long)])
+def test_an_http_process_that_stands_still_holds_up_little_memory_and_is_told_what_it_missed(
+    tiny_model: Path, n: int
+) -> None:
     environment = {"FAKE_STEP": "0.001", "FAKE_SEQUENCES": "256"}
-    stream = post({"prompt": "Hello", "max_tokens": 500, "n": 64, "logprobs": 64, "stream": True})
+    stream = post({"prompt": "Hello", "max_tokens": 500, "n": n, "logprobs": 64, "stream": True})
     with running(tiny_model, "--log-level", "error", fake=True, environment=environment) as server:
         pid, engine = server.process.pid, server.engine_pid()
         before = megabytes(engine, "VmHWM")

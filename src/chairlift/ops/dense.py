@@ -17,7 +17,7 @@ _NOTHING = np.empty(0, np.float32)
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows. On the meta device torch.cat is written in Python, and its first call imports 2 s of modules."""
+    """Concatenate rows. On the meta device torch.cat is written in Python, whose first call imports for two seconds."""
     first = tensors[0]
     if not first.is_meta:
         return torch.cat(list(tensors))
