@@ -157,7 +157,7 @@ def test_splitfuse_makes_every_step_one_moderate_size() -> None:
         ask(scheduler, name, prompt=13, answer=30)
     sizes = [step(scheduler).tokens for _ in range(4)]
     assert sizes == [10, 10, 10, 10]  # the knee: a quarter above what the weights take
-    assert made(seats=30, prefill="splitfuse", cost=Cost(token=1.0)).planner.prefill.step_tokens == 60  # twice the seats
+    assert made(seats=30, prefill="splitfuse", cost=Cost(token=1.0)).planner.prefill.step_tokens == 60  # 2 per row
 
 
 # ---- policies
