@@ -156,6 +156,14 @@ def test_a_tenant_s_service_is_shown_while_it_has_requests() -> None:
     assert value(metrics, "tenant_service_tokens", tenant="alice") == 0
 
 
+def test_a_policy_shows_numbers_of_its_own() -> None:
+    metrics = Metrics("tiny")
+    metrics.engine(IDLE)
+    assert "chairlift:policy_stats" not in read(metrics.render()[0])
+    metrics.engine(msgspec.structs.replace(IDLE, policy={"bins": 3.0}))
+    assert value(metrics, "policy_stats", name="bins") == 3
+
+
 def test_blocks_that_were_swapped_are_counted_each_way() -> None:
     metrics = Metrics("tiny")
     for out, back in ((8, 0), (8, 8), (12, 8), (2, 1)):  # the last is another engine

@@ -224,6 +224,10 @@ class Fair(Policy):
             "the tenant served least is admitted next"
         )
 
+    def service_of_tenants(self) -> dict[str, float]:
+        """Return a copy of the counters."""
+        return self.service.copy()
+
     def stats(self) -> dict[str, float]:
         """The live tenants, and the difference in service between the most and the least served."""
         served = self.service.values()

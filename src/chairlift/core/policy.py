@@ -74,7 +74,11 @@ class Policy:
         return "requests are admitted in order of arrival"
 
     def stats(self) -> dict[str, float]:
-        """Return numbers of its own to show beside the engine's metrics, by name."""
+        """Return numbers of its own to show among the engine's metrics, by name."""
+        return {}
+
+    def service_of_tenants(self) -> dict[str, float]:
+        """Return the tokens that each tenant with live requests was served, where it counts them."""
         return {}
 
     # ---- what it may read and is told

@@ -22,7 +22,6 @@ import zmq
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
 from chairlift.core.plan import Event, Outcome, StepPlan
-from chairlift.core.policies import Fair
 from chairlift.core.request import Request
 from chairlift.core.step import TokenLogprobs
 from chairlift.engine.engine import Engine
@@ -245,7 +244,8 @@ class EngineLoop:
             from_disk=from_disk,
             correlation=scheduler.predictor.correlation,
             # As many as there are tenants with requests here: a copy, since the last one is compared with the next.
-            service=scheduler.policy.service.copy() if isinstance(scheduler.policy, Fair) else {},
+            service=scheduler.policy.service_of_tenants(),
+            policy=scheduler.policy.stats(),
         )
 
     def _count_swaps(self, plan: StepPlan, begun: float, seconds: float) -> None:

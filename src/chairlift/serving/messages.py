@@ -137,6 +137,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     from_host: int = 0  # cached blocks that came back from host memory
     from_disk: int = 0
     correlation: float | None = None  # of predicted and true lengths
+    policy: dict[str, float] = {}  # the scheduling policy's own numbers, by name
     service: dict[str, float] = {}  # of each tenant that has requests here, where the policy counts it
 
 

@@ -188,11 +188,13 @@ class Metrics:
         waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by what holds it up.", "reason")
         self._waits = {reason: waits.labels(model, reason or NOT_PLANNED) for reason in ("", *WAITS)}
         self._wait = self._waits[""]
-        # The last two are there once there is something to say.
+        # The last three are there once they have a value.
         self._correlations = self._gauges("predictor_rank_correlation", "Of predicted and true lengths of answers.")
         self._services = self._gauges("tenant_service_tokens", "What the fair policy has given a tenant.", "tenant")
+        self._policies = self._gauges("policy_stats", "The scheduling policy's own numbers.", "name")
         self._correlation: float | None = None
         self._service: Mapping[str, float] = {}
+        self._policy: Mapping[str, float] = {}
         chosen = scheduling or SchedulingSettings()
         info = self._gauges("scheduling_info", "How requests are scheduled; always 1.", *CHOICES)
         info.labels(model, *(getattr(chosen, name) for name in CHOICES)).set(1)
@@ -285,8 +287,12 @@ class Metrics:
         if s.correlation != self._correlation:
             self._correlation = s.correlation
             self._correlations.labels(self._model).set(nan if s.correlation is None else s.correlation)
-        if s.service or self._service:
-            self._serve(s.service)
+        if s.service != self._service:
+            self._set_changed(self._services, self._service, s.service)
+            self._service = s.service
+        if s.policy != self._policy:
+            self._set_changed(self._policies, self._policy, s.policy)
+            self._policy = s.policy
         counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)  # as _lose_engine takes them
         cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks, s.from_host, s.from_disk)
         totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache)
@@ -300,12 +306,11 @@ class Metrics:
             before.set(0)
         self._wait.set(waiting)
 
-    def _serve(self, service: Mapping[str, float]) -> None:
-        """Set what has changed; a tenant without requests has no account. There are no more than have keys."""
-        for tenant in {**self._service, **service}:
-            if (tokens := service.get(tenant, 0.0)) != self._service.get(tenant):
-                self._services.labels(self._model, tenant).set(tokens)
-        self._service = service
+    def _set_changed(self, gauges: Gauge, before: Mapping[str, float], now: Mapping[str, float]) -> None:
+        """Set the gauges whose value has changed; one without a value, such as an idle tenant's, is 0."""
+        for name in {**before, **now}:
+            if (value := now.get(name, 0.0)) != before.get(name):
+                gauges.labels(self._model, name).set(value)
 
     def engine_state(self, up: bool) -> None:
         """The engine has come up or gone down."""
@@ -314,7 +319,8 @@ class Metrics:
             for gauge in (self._running, self._waiting, self._kv, self._kv_cached):
                 gauge.set(0)
             self._hold_up(0, "")
-            self._serve({})
+            self._set_changed(self._services, self._service, {})
+            self._service = {}
             self._lose_engine()
         # Of several processes that all see it come back, the one that hears its statistics counts.
         if up and not self._up and self._has_been_up and (self._hears_engine or not self._is_shared):
