@@ -155,7 +155,7 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
         "All 2 rows of the batch are in use.",
         "Policy fcfs: requests are admitted in order of arrival.",
     ]
-    assert last.startswith("It came ") and last.endswith("s ago, with a prompt of 5 tokens.")
+    assert last.startswith("It arrived ") and last.endswith("s ago, with a prompt of 5 tokens.")
 
 
 @pytest.mark.parametrize(
