@@ -427,7 +427,8 @@ def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_mode
 
 def test_an_engine_is_replaced_after_the_folder_of_its_sockets_was_removed(tiny_model: Path) -> None:
     with running(tiny_model, "--api-workers", "2", fake=True) as server:
-        server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200)
+        for _ in range(16):  # both HTTP processes are connected
+            server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200)
         inodes = Path("/proc/net/unix").read_text().splitlines()
         folders = {Path(line.split()[-1]).parent for line in inodes if "/chairlift-" in line}
         folder = next(each for each in folders if owns(server.process.pid, each))
