@@ -242,6 +242,7 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(files: Damage, name: str) ->
         open_checkpoint(folder)
 
 
+@pytest.mark.long
 def test_huge_counts_allocate_no_memory(files: Damage) -> None:
     """Runs in its own process, so that the peak is the memory of these files."""
     script = Path(__file__).with_name("huge_counts.py")
