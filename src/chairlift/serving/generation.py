@@ -16,7 +16,7 @@ from chairlift.serving.admission import Ticket
 from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
-from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
+from chairlift.serving.messages import REFUSED, AnswerUpdate, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import AnswerPart, OutputPart, decode_entries
 from chairlift.text.outputs import Chunk, RequestOutput
@@ -106,49 +106,49 @@ class Generation:
 
     # ---- what the engine says
 
-    def take(self, news: News) -> None:
+    def take(self, update: AnswerUpdate) -> None:
         """Read an update at once, so that a stop string ends its answer before another step is planned."""
-        if news.finish_reason in _FAILED:
-            told = news.error or "the request was ended by the engine"
-            self._fail(from_request(RequestError(told)) if news.finish_reason == REFUSED else broken(told))
+        if update.finish_reason in _FAILED:
+            told = update.error or "the request was ended by the engine"
+            self._fail(from_request(RequestError(told)) if update.finish_reason == REFUSED else broken(told))
             return
-        is_plain = news.finish_reason is None and news.logprobs is None and news.prompt_logprobs is None
-        if is_plain and news.token is not None:  # as nearly every update
-            update = Update(news.index, (news.token,), None, (), None, None, news.started, news.cached)
+        is_plain = update.finish_reason is None and update.logprobs is None and update.prompt_logprobs is None
+        if is_plain and update.token is not None:  # as nearly every update
+            text_update = Update(update.index, (update.token,), None, (), None, None, update.started, update.cached)
         else:
-            update = self._update(news)
-        chunk = self._reader.read(update, time.monotonic)
+            text_update = self._text_update(update)
+        chunk = self._reader.read(text_update, time.monotonic)
         if chunk is None:
             return
-        self._count(news.index, len(chunk.token_ids))
-        if chunk.finish_reason is not None and news.finish_reason is None:
-            self._group.client.stop(self._key, news.index)
+        self._count(update.index, len(chunk.token_ids))
+        if chunk.finish_reason is not None and update.finish_reason is None:
+            self._group.client.stop(self._key, update.index)
         if self._group.streams:
-            answer = self.output.outputs[news.index]
+            answer = self.output.outputs[update.index]
             if answer.logprobs:
                 answer.logprobs.clear()  # sent once, and not kept
             chunk.index += self._first_choice
             self._group.push(chunk)
-        elif news.logprobs is not None and self.asked.params.logprobs is not None:
-            self._scores[news.index].append(encode(news.logprobs))
+        elif update.logprobs is not None and self.asked.params.logprobs is not None:
+            self._scores[update.index].append(encode(update.logprobs))
         if self.output.finished:
             self._end(str(chunk.finish_reason))
 
-    def _update(self, news: News) -> Update:
+    def _text_update(self, update: AnswerUpdate) -> Update:
         """Return the update with the log-probabilities that are read here: those of a stream, few as they are."""
-        scored, prompt_scores, streams = news.logprobs, None, self._group.streams
+        scored, prompt_scores, streams = update.logprobs, None, self._group.streams
         scores: tuple[TokenLogprobs, ...] = ()
         if scored is not None:
             top = decode_top(scored.top) if streams else []
             scores = (TokenLogprobs(scored.token, scored.logprob, scored.rank, top),)
-        if (told := news.prompt_logprobs) is not None:
+        if (told := update.prompt_logprobs) is not None:
             if streams:
                 prompt_scores = PromptLogprobs(told.start, decode_entries(told.entries))
             else:
                 self._prompt_scores.append((told.start, bytes(told.entries)))
-        tokens = () if news.token is None else (news.token,)
-        reason = None if news.finish_reason is None else FinishReason(news.finish_reason)
-        return Update(news.index, tokens, reason, scores, prompt_scores, news.error, news.started, news.cached)
+        tokens = () if update.token is None else (update.token,)
+        reason = None if update.finish_reason is None else FinishReason(update.finish_reason)
+        return Update(update.index, tokens, reason, scores, prompt_scores, update.error, update.started, update.cached)
 
     def part(self) -> OutputPart:
         """Return the prompt and its answers, for a whole reply."""
@@ -251,7 +251,7 @@ class Answering:
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None
     _pending: deque[Chunk] = field(default_factory=deque)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
         """Admit and submit every prompt, or none."""
@@ -291,9 +291,9 @@ class Answering:
                 elif self.is_done:
                     return
                 else:
-                    self._news.clear()
+                    self._changed.clear()
                     async with asyncio.timeout_at(deadline):
-                        await self._news.wait()
+                        await self._changed.wait()
         except TimeoutError:
             self.metrics.refused("timeout")
             self.abort()
@@ -350,8 +350,8 @@ class Answering:
             generation.release()
 
     def wake(self) -> None:
-        """There is news."""
-        self._news.set()
+        """Wake the reader of the chunks."""
+        self._changed.set()
 
 
 def merged(pieces: list[Chunk]) -> list[Chunk]:

@@ -97,7 +97,7 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
     entries: msgspec.Raw  # each a token, its log-probability, its rank and the alternatives
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
+class AnswerUpdate(msgspec.Struct, frozen=True, array_like=True):
     """What happened to one answer in one step."""
 
     key: Key
@@ -156,10 +156,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     eos_ids: list[Token]
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """One step's news for one HTTP process."""
 
-    news: list[News]
+    updates: list[AnswerUpdate]
     stats: Stats | None = None
 
 
@@ -191,7 +191,7 @@ class Unreadable(msgspec.Struct, frozen=True, array_like=True, tag=15):
     message: str
 
 
-Report = Hello | Batch | Broken | Explained | PrefixCacheReset | Unreadable
+Report = Hello | StepReport | Broken | Explained | PrefixCacheReset | Unreadable
 
 encode = msgspec.msgpack.Encoder().encode
 decode_top = msgspec.msgpack.Decoder(list[tuple[Token, float]]).decode
