@@ -196,7 +196,7 @@ def test_a_file_that_others_can_read_is_worth_a_warning(tmp_path: Path) -> None:
         (entry('ttft = "soon"'), "a ttft that is not a time"),
         (entry('ttft = "2 m"'), "a ttft that is not a time"),
         (entry(f'ttft = "{OTHER}"'), "a ttft that is not a time"),
-        (entry("weight = 1") + entry("weight = 2", key=OTHER), "one tenant with different limits"),
+        (entry("weight = 1") + entry("weight = 2", key=OTHER), "the same tenant but different limits"),
         (entry("") + entry("", tenant="bob"), r"1 of .* and \[\[key\]\] 2 of .* have the same key"),
         (entry("", key="sk-1234"), "too short: use a string of 8"),
         (entry("", key="sk-1234 5678"), "no header can carry"),

@@ -181,7 +181,7 @@ class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """The reply to ResetPrefixCache."""
 
     question: Key
-    blocks: int  # blocks that were cached
+    blocks: int  # number that later prompts could have shared
 
 
 class Unreadable(msgspec.Struct, frozen=True, array_like=True, tag=15):

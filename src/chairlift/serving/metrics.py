@@ -70,7 +70,7 @@ VLLM: dict[str, Sequence[float] | None] = {
     **dict.fromkeys(("request_prefill_time_seconds", "request_decode_time_seconds"), _REQUEST),
     "request_inference_time_seconds": _REQUEST,
 }
-# vLLM's is of the longest of n answers; the engine reports the sum, which is the same if n is 1.
+# vLLM's counts the longest of n answers, this one their sum: the same if n is 1.
 _UNDER_ANOTHER_NAME = {"request_max_num_generation_tokens": "request_generation_tokens"}
 
 
