@@ -23,9 +23,8 @@ _PATIENCE = 30.0  # seconds; the longest Retry-After for a tenant at its limit
 class Refusal:
     """The reason why a request is not admitted, and when to try again."""
 
-    reason: (
-        str  # queue_full, long_wait, tenant_limit, tenant_rate, or too_many_requests: more than can ever be admitted
-    )
+    # queue_full, long_wait, tenant_limit, tenant_rate, or too_many_requests: more than can ever be admitted
+    reason: str
     message: str
     status: int
     retry_after: float  # whole seconds; 0 if a retry cannot succeed
@@ -61,7 +60,7 @@ class Ticket:
         """Count the request as running: it has its first token."""
         if self._waits:
             self._waits = False
-            self._admission._leave_queue(self, now)
+            self._admission._dequeue(self, now)
 
     def count(self, tokens: int) -> None:
         """Charge output tokens to the tenant's rate."""
@@ -72,7 +71,7 @@ class Ticket:
         if self._held:
             self.started(now)
             self._held = False
-            self._admission._leave(self)
+            self._admission._end(self)
 
 
 class Admission:
@@ -146,7 +145,7 @@ class Admission:
         >>> admission.waiting
         1
         """
-        self._tell(now)
+        self._advance_clock(now)
         tokens = max(prompt_tokens, body_bytes // BODY_BYTES_A_TOKEN)
         refusal = (
             self._refuse_tenant(tenant, requests)
@@ -223,7 +222,7 @@ class Admission:
         seconds = self._returns.book(self._now, soonest, self._drain.seconds_each())
         return Refusal("queue_full", f"the queue is full: {held}; try again in {seconds:.0f} s", 429, seconds)
 
-    def _tell(self, now: float) -> None:
+    def _advance_clock(self, now: float) -> None:
         if now > self._now:
             if self._waiting and self._is_busy():
                 self._drain.busy(now - self._now)
@@ -236,14 +235,14 @@ class Admission:
         if tenant is not None and tenant.tokens_per_minute is not None:
             self._accounts.charge(tenant.name, tokens, tenant.tokens_per_minute, self._now)
 
-    def _leave_queue(self, ticket: Ticket, now: float) -> None:
-        self._tell(now)
+    def _dequeue(self, ticket: Ticket, now: float) -> None:
+        self._advance_clock(now)
         self._waiting -= ticket.requests
         self._waiting_tokens -= ticket.tokens
         if self._is_busy():
             self._drain.leave(ticket.requests, ticket.tokens)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _end(self, ticket: Ticket) -> None:
         self._live -= ticket.requests
         if ticket.tenant is not None:
             self._accounts.add(ticket.tenant.name, -ticket.requests)

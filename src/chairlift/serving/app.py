@@ -21,7 +21,7 @@ from chairlift.serving.body import BodyError
 from chairlift.serving.failures import Failure, from_request, invalid, unavailable
 from chairlift.serving.keys import Tenant
 from chairlift.serving.routes import ROUTES, Access, Route
-from chairlift.serving.service import CLIENT_GONE, Call, EventStream, Service, json_response, send_reply
+from chairlift.serving.service import CLIENT_DISCONNECTED, Call, EventStream, Service, json_response, send_reply
 
 log = logging.getLogger("chairlift")
 access_log = logging.getLogger("chairlift.access")
@@ -55,15 +55,13 @@ class App:
                 call.tenant = self._authorize(route, http)
                 response = await route.endpoint(call)
         except ClientDisconnect:
-            response = Response(status_code=CLIENT_GONE)
+            response = Response(status_code=CLIENT_DISCONNECTED)
         except Exception as error:
             failure = self._explain(error, call)
             response = json_response(failure.body, failure.status, failure.headers)
         response.headers["X-Request-Id"] = call.id
         if call.ignored:
-            names = (
-                quote(name[:100], errors="replace")[:200] for name in call.ignored[:20]
-            )  # bounds the size of the header
+            names = (quote(name[:100], errors="replace")[:200] for name in call.ignored[:20])  # bounds the header
             response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(names)
         self._allow_origin(http, response)
         try:
@@ -83,9 +81,7 @@ class App:
             self.service.metrics.refused("invalid")
             return from_request(error) if isinstance(error, RequestError) else invalid(str(error), code="invalid_body")
         log.error("a request failed with an unexpected error", exc_info=error, extra={"request_id": call.id})
-        return Failure(
-            "the server failed with an unexpected error; its log has the details", 500, "server_error", "internal_error"
-        )
+        return Failure("unexpected error in the server: its log has the details", 500, "server_error", "internal_error")
 
     def _find(self, scope: Any) -> Route:
         allowed = []
@@ -177,7 +173,7 @@ class App:
                 "seconds": round(seconds, 4),
                 "tenant": None if call.tenant is None else call.tenant.name,
                 "code": None if failure is None else failure.code,
-                "why": None if failure is None else failure.body["error"]["message"],  # bounded there
+                "why": None if failure is None else failure.body["error"]["message"],  # shortened by `body`
             },
         )
 

@@ -61,11 +61,10 @@ def read_object(raw: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
 
 def _check_items(raw: bytes, max_items: int) -> None:
     """Reject too many items before parsing: 8 MiB of empty lists would become 200 MiB of objects."""
-    if len(raw) <= 2 * max_items:  # each item has two bytes of its own: a value's, and a comma's or a bracket's
+    if len(raw) <= 2 * max_items:  # an item has at least two bytes: a value, and a comma or a bracket
         return
-    if (
-        _count(raw, ",") + _count(raw, "[") + _count(raw, "{") > max_items
-    ):  # an upper bound: it also counts characters inside strings
+    # An upper bound first: it also counts characters inside strings.
+    if _count(raw, ",") + _count(raw, "[") + _count(raw, "{") > max_items:
         items = _items_of(raw)
         if items > max_items:
             raise BodyError(f"the body's lists and objects have {items} items in all: use {max_items} or fewer")

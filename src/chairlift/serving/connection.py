@@ -116,7 +116,7 @@ class Wire(asyncio.Transport):
         return self.transport.get_extra_info(name, default)
 
     def is_closing(self) -> bool:
-        """Whether nothing more may be written."""
+        """Whether writing is no longer possible."""
         return self.is_lingering or self.transport.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

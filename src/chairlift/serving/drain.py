@@ -27,7 +27,7 @@ class Drain:
         self._requests = 0.0
         self._tokens = 0.0
         self._departures = 0
-        self._elapsed = 0.0  # all busy time, without fading
+        self._elapsed = 0.0  # all busy time, unweighted
         self._standstill = 0.0  # busy time since the last departure
         self._idle = 0.0
 

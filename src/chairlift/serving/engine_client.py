@@ -31,7 +31,7 @@ from chairlift.serving.messages import (
 from chairlift.serving.shared import private_folder
 
 log = logging.getLogger("chairlift")
-Told = Explained | PrefixCacheReset  # the engine's answer to a question
+EngineAnswer = Explained | PrefixCacheReset  # the engine's answer to a question
 _FIND_EVERY = 0.5  # seconds between two checks that the socket's file exists
 _ACKNOWLEDGE_EVERY = 256 << 10  # bytes of reports per Read message to the engine
 _READ_SECONDS = 0.005  # of reading reports before other tasks, which write the streams, may run
@@ -73,7 +73,7 @@ class EngineClient:
         self._beat = beat
         self._watcher = watcher
         self._listeners: dict[int, Listener] = {}
-        self._questions: dict[int, asyncio.Future[Told | None]] = {}
+        self._questions: dict[int, asyncio.Future[EngineAnswer | None]] = {}
         self._next = secrets.randbits(40)  # random: updates meant for an earlier process on this socket match no key
         self._stale_ends = 0  # pending disconnect events of engines that have already been replaced
         self._read = self._acknowledged = 0  # bytes of reports, and the total last sent to the engine
@@ -96,7 +96,7 @@ class EngineClient:
     async def close(self) -> None:
         """Fail all pending requests and close the socket; a second call does nothing."""
         self.hello = None
-        self._lose("the server is stopping")
+        self._fail_pending("the server is stopping")
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -189,16 +189,16 @@ class EngineClient:
 
     async def explain(self, name: str, tenant: str | None) -> Explained | None:
         """Return the state of a request, if the tenant owns it; None if the engine does not answer in time."""
-        told = await self._ask(messages.Explain(self.new_key(), name, tenant))
-        return told if isinstance(told, Explained) else None
+        answer = await self._ask(messages.Explain(self.new_key(), name, tenant))
+        return answer if isinstance(answer, Explained) else None
 
     async def reset_prefix_cache(self) -> int | None:
         """Clear the prefix cache; return the number of blocks, or None if the engine does not answer in time."""
-        told = await self._ask(messages.ResetPrefixCache(self.new_key()))
-        return told.blocks if isinstance(told, PrefixCacheReset) else None
+        answer = await self._ask(messages.ResetPrefixCache(self.new_key()))
+        return answer.blocks if isinstance(answer, PrefixCacheReset) else None
 
-    async def _ask(self, order: messages.Explain | messages.ResetPrefixCache) -> Told | None:
-        answer: asyncio.Future[Told | None] = asyncio.get_running_loop().create_future()
+    async def _ask(self, order: messages.Explain | messages.ResetPrefixCache) -> EngineAnswer | None:
+        answer: asyncio.Future[EngineAnswer | None] = asyncio.get_running_loop().create_future()
         if not self._send(order):
             return None
         self._questions[order.question] = answer
@@ -267,14 +267,14 @@ class EngineClient:
                 case Hello():
                     if self.hello is not None:  # the disconnect event of the previous engine is still pending
                         self._stale_ends += 1
-                        self._lose(_ENDED)
-                        self._tell(False)
+                        self._fail_pending(_ENDED)
+                        self._notify(False)
                     self.hello, self.broken = report, None
                     self._read = self._acknowledged = len(raw)
-                    self._tell(True)
+                    self._notify(True)
                 case Broken(message):
                     self.broken = message
-                    self._tell(False)
+                    self._notify(False)
 
     def _count(self, size: int) -> None:
         """Acknowledge read bytes now and then: the engine waits for processes that are far behind."""
@@ -290,22 +290,22 @@ class EngineClient:
                 self._stale_ends -= 1
                 continue
             self.hello = None
-            self._lose(_ENDED)
-            self._tell(False)
+            self._fail_pending(_ENDED)
+            self._notify(False)
 
-    def _lose(self, message: str) -> None:
+    def _fail_pending(self, message: str) -> None:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.lose(message)
         for question in self._questions:
             self._answer(question, None)
 
-    def _answer(self, question: int, answer: Told | None) -> None:
-        waits = self._questions.get(question)
-        if waits is not None and not waits.done():
-            waits.set_result(answer)
+    def _answer(self, question: int, answer: EngineAnswer | None) -> None:
+        pending = self._questions.get(question)
+        if pending is not None and not pending.done():
+            pending.set_result(answer)
 
-    def _tell(self, up: bool) -> None:
+    def _notify(self, up: bool) -> None:
         self._changed.set()
         if self._watcher is not None:
             self._watcher.engine_state(up)

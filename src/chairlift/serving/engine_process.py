@@ -36,7 +36,7 @@ from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores
 log = logging.getLogger("chairlift")
 
 FAULT = 4  # exit code of an engine whose device fails
-_COLLECT_EVERY = 600.0  # seconds after which a full garbage collection is due even if requests run
+_COLLECT_EVERY = 600.0  # seconds between full garbage collections while requests run
 IDLE_MS = 400  # between two heartbeats of an idle engine
 _READERS_MS = 20  # between two checks of HTTP processes that are behind
 
@@ -138,7 +138,7 @@ class EngineLoop:
                     link.send(self._hello)
                     self._stats = None
                 else:
-                    self._leave(link)
+                    self._abort_all(link)
             for order in link.receive():
                 match order:
                     case Submit():
@@ -185,7 +185,7 @@ class EngineLoop:
         found, unfinished = explain(self._engine.scheduler, is_asked, self._engine.clock.now())
         link.send(messages.Explained(order.question, found, unfinished))
 
-    def _leave(self, link: Link) -> None:
+    def _abort_all(self, link: Link) -> None:
         for name in link.keys.values():
             self._engine.abort(name)
         link.keys.clear()
@@ -199,17 +199,17 @@ class EngineLoop:
             if key in self._links[number].keys:  # else it was aborted and its listener dropped
                 updates[number].append(as_update(key, event))
         stats = self._measure(took)
-        told: Stats | None = stats
+        sent: Stats | None = stats
         for number, link in enumerate(self._links):
-            fresh = stats if number == 0 and (took or stats != self._stats) else None
-            if not (updates[number] or fresh is not None) or link.tell(updates[number], fresh):
+            new_stats = stats if number == 0 and (took or stats != self._stats) else None
+            if not (updates[number] or new_stats is not None) or link.send_updates(updates[number], new_stats):
                 continue
-            told = None if number == 0 else told  # the first process did not get them: send them again
+            sent = None if number == 0 else sent  # the first process did not get them: send them again
             if link.keys:
                 log.error("an HTTP process does not read its updates: its %d requests are aborted", len(link.keys))
-                link.owe_end()
-                self._leave(link)
-        self._stats = told
+                link.send_ends_later()
+                self._abort_all(link)
+        self._stats = sent
         for event in outcome.events:
             if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
                 number, key = address_of(event.sequence.request)

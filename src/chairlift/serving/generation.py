@@ -111,8 +111,8 @@ class Generation:
     def take(self, update: AnswerUpdate) -> None:
         """Read an update at once, so that a stop string ends the answer before another step is planned."""
         if update.finish_reason in _FAILED:
-            told = update.error or "the engine aborted the request"
-            self._fail(from_request(RequestError(told)) if update.finish_reason == REFUSED else broken(told))
+            message = update.error or "the engine aborted the request"
+            self._fail(from_request(RequestError(message)) if update.finish_reason == REFUSED else broken(message))
             return
         is_plain = update.finish_reason is None and update.logprobs is None and update.prompt_logprobs is None
         if is_plain and update.token is not None:  # nearly every update
@@ -143,11 +143,11 @@ class Generation:
         if scored is not None:
             top = decode_top(scored.top) if streams else []
             scores = (TokenLogprobs(scored.token, scored.logprob, scored.rank, top),)
-        if (told := update.prompt_logprobs) is not None:
+        if (packed := update.prompt_logprobs) is not None:
             if streams:
-                prompt_scores = PromptLogprobs(told.start, decode_entries(told.entries))
+                prompt_scores = PromptLogprobs(packed.start, decode_entries(packed.entries))
             else:
-                self._prompt_scores.append((told.start, bytes(told.entries)))
+                self._prompt_scores.append((packed.start, bytes(packed.entries)))
         tokens = () if update.token is None else (update.token,)
         reason = None if update.finish_reason is None else FinishReason(update.finish_reason)
         return Update(update.index, tokens, reason, scores, prompt_scores, update.error, update.started, update.cached)
@@ -281,7 +281,7 @@ class Answering:
 
     async def pieces(self) -> AsyncIterator[list[Chunk]]:
         """Iterate over the chunks; those that arrived since the last iteration are merged. May raise a Failure."""
-        deadline = None if self.timeout is None else asyncio.get_running_loop().time() + self._left()
+        deadline = None if self.timeout is None else asyncio.get_running_loop().time() + self._seconds_left()
         try:
             while True:
                 if self._pending:
@@ -303,7 +303,7 @@ class Answering:
         finally:
             self.abort()
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         assert self.timeout is not None
         return self.timeout - (time.monotonic() - self.arrival)
 
@@ -312,9 +312,9 @@ class Answering:
         self._pending.append(piece)
         self.backlog.size += size_of(piece)
         if self.backlog.is_full:
-            told = f"the client left {self.backlog.size:,} bytes unread: read faster, or lower max_tokens"
+            message = f"the client left {self.backlog.size:,} bytes unread: read faster, or lower max_tokens"
             self._drop()
-            self.fail(Failure(told, 408, "timeout_error", "slow_reader"))
+            self.fail(Failure(message, 408, "timeout_error", "slow_reader"))
         self.wake()
 
     def _take(self) -> list[Chunk]:

@@ -19,7 +19,7 @@ from chairlift.openai.options import LONGEST
 
 VARIABLE = "CHAIRLIFT_API_KEYS"
 FLAG = "--api-key"
-DEFAULT = "default"  # the tenant of keys that name none
+DEFAULT = "default"  # the tenant of keys without a tenant
 SHORTEST_KEY = 8
 _LOWEST = {"max_concurrent": 1, "tokens_per_minute": 1, "max_priority": 0}
 _WEIGHTS = 0.001, 1000.0
@@ -132,9 +132,7 @@ def _file_entries(file: Path, text: bytes) -> list[_Entry]:
     if parsed:
         raise SettingsError(f"the key file {file} has more than [[key]] entries: put each field below a [[key]]")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise SettingsError(
-            f"the key file {file} has a key that is not a table: begin each with [[key]] in two brackets"
-        )
+        raise SettingsError(f"the key file {file} has a key that is not a table: begin each with [[key]]")
     if not tables:
         raise SettingsError(f"the key file {file} has no keys: add a [[key]] with a key and a tenant, or leave it out")
     return [_file_entry(f"[[key]] {number} of {file}", table) for number, table in enumerate(tables, 1)]

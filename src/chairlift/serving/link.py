@@ -28,7 +28,7 @@ class Link:
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         self.keys: dict[int, str] = {}  # request id in the engine, by the HTTP process's key
-        self._owed: list[int] = []  # keys of aborted requests whose end could not be sent
+        self._unsent_ends: list[int] = []  # keys of aborted requests whose end could not be sent
         self._sent = self._read = 0  # bytes, since the HTTP process connected
         self._read_at = 0.0  # when it last acknowledged bytes
         self._socket = context.socket(zmq.DEALER)
@@ -75,31 +75,33 @@ class Link:
     def begin(self) -> None:
         """Reset the byte counts: a new HTTP process has connected."""
         self._sent = self._read = 0
-        self._owed.clear()
+        self._unsent_ends.clear()
 
     def has_read(self, total: int, now: float) -> None:
         """Record the total bytes read; send the ends of requests that were aborted while it was too far behind."""
         self._read, self._read_at = total, now
-        if self._owed and self._sent - self._read < _BEHIND:
-            owed, self._owed = self._owed, []
-            told = "the answer was lost: the HTTP process was too far behind the engine"
-            self.tell([AnswerUpdate(key, 0, finish_reason=FinishReason.ERROR.value, error=told) for key in owed], None)
+        if self._unsent_ends and self._sent - self._read < _BEHIND:
+            keys, self._unsent_ends = self._unsent_ends, []
+            message = "the answer was lost: the HTTP process was too far behind the engine"
+            self.send_updates(
+                [AnswerUpdate(key, 0, finish_reason=FinishReason.ERROR.value, error=message) for key in keys], None
+            )
 
     def is_behind(self, now: float) -> bool:
         """Whether the engine should wait for the HTTP process: it has many unread bytes, and it reads."""
         return self._sent - self._read > _BEHIND and now - self._read_at < _STUCK
 
-    def owe_end(self) -> None:
+    def send_ends_later(self) -> None:
         """Remember the live requests, to send their end when the HTTP process reads again."""
-        self._owed += self.keys
+        self._unsent_ends += self.keys
 
-    def tell(self, updates: list[AnswerUpdate], stats: Stats | None) -> bool:
+    def send_updates(self, updates: list[AnswerUpdate], stats: Stats | None) -> bool:
         """Send a step's updates in messages of bounded size: a beam search reports all its tokens at once."""
         if self._sent - self._read > _MOST:
             return False
         parts = [updates[start : start + _PART] for start in range(0, len(updates), _PART)] or [[]]
-        told = [self.send(StepReport(part)) for part in parts[:-1]]
-        return all(told) and self.send(StepReport(parts[-1], stats))
+        sent = [self.send(StepReport(part)) for part in parts[:-1]]
+        return all(sent) and self.send(StepReport(parts[-1], stats))
 
     def send(self, report: messages.Report) -> bool:
         """Send without blocking; return False if the HTTP process does not read."""

@@ -40,7 +40,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     tenant: TenantName = ""
     weight: Annotated[float, Meta(gt=0)] = 1.0
     priority: Priority = 0
-    deadline: float | None = None  # of the first token, on the clock of `arrival`
+    deadline: float | None = None  # time by which the first token is due, on the clock of `arrival`
     endpoint: Annotated[str, Meta(max_length=16)] = ""
     salt: Salt = ""  # requests with the same salt may share prefixes
 

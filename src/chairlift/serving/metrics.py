@@ -36,7 +36,7 @@ REFUSALS = (
     "timeout",
     "connections",
 )
-CLOSED = ("evicted", "no_head", "unread")  # connections
+CLOSED = ("evicted", "no_head", "unread")  # reasons to close a connection
 
 # vLLM's bucket edges. Chairlift adds finer ones below, for small models on fast machines.
 _FIRST_TOKEN = (
@@ -153,18 +153,10 @@ class Metrics:
             "request_time_per_output_token_seconds", "A request's mean time per token after the first.", _FINE_PER_TOKEN
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _FINE_REQUEST)
-        self._queue = self._histogram(
-            "request_queue_time_seconds", "From arrival to admission to the batch.", _FINE_REQUEST
-        )
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From admission to the first token.", _FINE_REQUEST
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first to the last token.", _FINE_REQUEST
-        )
-        self._inference = self._histogram(
-            "request_inference_time_seconds", "From admission to the last token.", _FINE_REQUEST
-        )
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to admission.", _FINE_REQUEST)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Admission to first token.", _FINE_REQUEST)
+        self._decode = self._histogram("request_decode_time_seconds", "From first to last token.", _FINE_REQUEST)
+        self._inference = self._histogram("request_inference_time_seconds", "Admission to last token.", _FINE_REQUEST)
         self._ended = self._family("request_success", "Requests that have ended, by reason.", "finished_reason")
         self._refused = self._family("requests_refused", "Requests rejected before the engine, by reason.", "reason")
         # A series must start at 0: a rate does not show the event with which a series appears.
@@ -176,9 +168,7 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Sequences in the queue.")
         self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks that running sequences hold, 1 is all.")
-        self._kv_cached = self._gauge(
-            "kv_cache_cached_perc", "Share of KV blocks kept by the prefix cache alone, 1 is all."
-        )
+        self._kv_cached = self._gauge("kv_cache_cached_perc", "Share of KV blocks that are only cached, 1 is all.")
         returns = self._family("prefix_cache_returns", "KV blocks copied back to the device, by tier.", "tier")
         self._engine_counters = (
             self._counter("requests_submitted", "Requests that reached the engine."),
@@ -200,11 +190,9 @@ class Metrics:
         self._wait = self._waits[""]
         # These two have no series until they have a value.
         self._correlations = self._gauges(
-            "predictor_rank_correlation", "Rank correlation of predicted and true output lengths."
+            "predictor_rank_correlation", "Rank correlation of predicted and true lengths."
         )
-        self._services = self._gauges(
-            "tenant_service_tokens", "Service that the fair policy has counted for a tenant.", "tenant"
-        )
+        self._services = self._gauges("tenant_service_tokens", "A tenant's service under the fair policy.", "tenant")
         self._correlation: float | None = None
         self._service: Mapping[str, float] = {}
         chosen = scheduling or SchedulingSettings()

@@ -40,13 +40,13 @@ _BESIDES: dict[str, Schema] = {
 
 def _sampling(name: str, kind: str) -> Schema:
     """Return the schema of a field of SamplingParams, from its own range and description."""
-    told = ABOUT[name]
+    about = ABOUT[name]
     found: Schema
     match kind:
         case "a whole number":
-            found = _whole(told.low, told.high)
+            found = _whole(about.low, about.high)
         case "a number":
-            found = _number(told.low, told.high)
+            found = _number(about.low, about.high)
         case "true or false":
             found = dict(_SWITCH)
         case "true, false or 'never'":
@@ -61,7 +61,7 @@ def _sampling(name: str, kind: str) -> Schema:
         case _:
             text = {**_TEXT, "maxLength": LONGEST[name]}
             found = {"anyOf": [text, {"type": "array", "items": text, "maxItems": MOST[name]}, {"type": "null"}]}
-    return {**found, **_BESIDES.get(name, {}), "description": told.text}
+    return {**found, **_BESIDES.get(name, {}), "description": about.text}
 
 
 _SAMPLING: dict[str, Schema] = {

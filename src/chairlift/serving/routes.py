@@ -89,8 +89,8 @@ async def request(call: Call) -> Response:
                 {"id": wanted, "object": "request", "unfinished": found.unfinished, "answers": found.answers}
             )
     # The same response for another tenant's request and for an unknown id: ids of other tenants are not revealed.
-    told = f"no running or waiting request has the id {name[:128]!r} (finished requests are not kept)"
-    raise invalid(told, status=404, code="unknown_request")
+    message = f"no running or waiting request has the id {name[:128]!r} (finished requests are not kept)"
+    raise invalid(message, status=404, code="unknown_request")
 
 
 async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
@@ -101,8 +101,8 @@ async def _ask(call: Call, question: Callable[[EngineClient], Awaitable[T | None
     """Return the engine's answer to a question, or raise a Failure if there is none in time."""
     client = call.service.client
     if client.questions >= _QUESTIONS:
-        told = f"{client.questions} questions are waiting for the engine: try again in a moment"
-        raise Failure(told, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
+        message = f"{client.questions} questions are waiting for the engine: try again in a moment"
+        raise Failure(message, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
     if client.trouble is None and (found := await question(client)) is not None:
         return found
     raise unavailable(client.trouble or "the engine did not answer in time: it is in a long step", 2.0)

@@ -49,7 +49,7 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
     A prompt's ids or text, repeated for each answer, count as one per token.
     """
     params = asked[0].params
-    copies = 1 if chat else params.n  # a chat's reply has its one prompt once
+    copies = 1 if chat else params.n  # a chat reply has its prompt only once
     prompts = copies * sum(len(each.prompt) for each in asked)
     scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     most, where = (STREAMED, "stream") if options.stream else (MOST, "reply")
@@ -59,25 +59,25 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
             f"{scored} make {prompts * scored:,} log-probabilities in one {where}, and the most is {most:,}: lower n "
             f"or prompt_logprobs, or {'leave out stream' if options.stream else 'send fewer prompts'}"
         )
-    told = prompts * (scored + (options.echo or options.return_token_ids))
-    if told > MOST:
+    shown = prompts * (scored + (options.echo or options.return_token_ids))
+    if shown > MOST:
         raise RequestError(
-            f"n is {copies}: {copies} answers that each repeat {prompts // copies:,} prompt tokens make {told:,}, and "
+            f"n is {copies}: {copies} answers that each repeat {prompts // copies:,} prompt tokens make {shown:,}, and "
             f"the most in one reply is {MOST:,}: lower n, or leave out echo and return_token_ids"
         )
     if params.logprobs is None:
-        return told
+        return shown
     each = params.width * (params.logprobs + 1)
     tokens = sum(_most_tokens(one, max_length) for one in asked)
     if options.stream:  # chunks are sent as they are generated, and Backlog bounds the unread ones
-        return min(MOST, told + each * tokens)
-    if told + each * tokens > MOST:
+        return min(MOST, shown + each * tokens)
+    if shown + each * tokens > MOST:
         raise RequestError(
             f"logprobs is {params.logprobs}: {params.width} answers x {tokens:,} tokens x {params.logprobs + 1} may "
             f"make {each * tokens:,} log-probabilities in one reply, and the most is {MOST:,}: lower max_tokens, "
             "logprobs or n"
         )
-    return told + each * tokens
+    return shown + each * tokens
 
 
 def with_room(asked: Asked, max_length: int) -> Asked:

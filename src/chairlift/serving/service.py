@@ -44,7 +44,7 @@ _ITEMS = 400_000  # of all lists and objects in a body: enough for a very long p
 _BODY_SECONDS = 60.0  # for a client to send its body
 _BODIES = 256 << 20  # bytes of all bodies in memory whose requests are not admitted yet
 _DONE = b"data: [DONE]\n\n"
-CLIENT_GONE = 499  # never sent: for logs and metrics
+CLIENT_DISCONNECTED = 499  # never sent: for logs and metrics
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +123,8 @@ class Call:
                     if len(raw) > most:
                         raise too_large
                     if self.service.held_bytes > _BODIES:
-                        told = f"the server is reading {self.service.held_bytes:,} bytes of requests: try again in 1 s"
-                        raise Failure(told, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
+                        message = f"the server holds {self.service.held_bytes:,} bytes of bodies: try again in 1 s"
+                        raise Failure(message, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
@@ -135,15 +135,15 @@ class Call:
     async def attended(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work; cancel it if the client disconnects."""
         task = asyncio.create_task(work)
-        gone = asyncio.create_task(until_gone(self.http.receive))
+        disconnect = asyncio.create_task(until_disconnected(self.http.receive))
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnect
             return await task
         finally:
             task.cancel()
-            gone.cancel()
+            disconnect.cancel()
 
     async def written(self, job: Job, size: int) -> Response:
         """Return the reply that a job writes."""
@@ -160,7 +160,7 @@ class Call:
     async def generate(self, *, chat: bool) -> Response:
         """Serve a chat or a plain completion, streamed or not."""
         service = self.service
-        options, asked = await self._read(chat=chat)  # the body itself is not kept while the request waits
+        options, asked = await self._read(chat=chat)  # the body is freed before the request waits
         timeout = options.timeout if options.timeout is not None else service.timeout
         terms = self._terms(options, "chat" if chat else "completions")
         tokenizer, backlog = service.reader.tokenizer, self.backlog
@@ -277,14 +277,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
         """Send the stream."""
-        gone = asyncio.create_task(until_gone(receive))
+        disconnect = asyncio.create_task(until_disconnected(receive))
         writing = asyncio.create_task(self._write(send))
         try:
-            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({disconnect, writing}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 await writing
         finally:
-            for task in (gone, writing):
+            for task in (disconnect, writing):
                 task.cancel()
             self._answering.close()
 
@@ -328,7 +328,7 @@ def salt_of(tenant: str, cache_salt: str | None) -> str:
     return f"{tenant}/{cache_salt or ''}" if tenant or cache_salt else ""
 
 
-async def until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
+async def until_disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
     """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -354,13 +354,13 @@ async def send_reply(call: Call, response: Response, send: Send) -> None:
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def check_model(asked: object, ours: str) -> None:
+def check_model(asked: object, served: str) -> None:
     """Reject a request for another model; a missing name means the served model."""
     if asked is not None and not isinstance(asked, str):
         raise invalid(f"model is {asked!r}: use a string", param="model")
-    if asked not in (None, "", ours):
+    if asked not in (None, "", served):
         raise Failure(
-            f"there is no model {asked!r} here: use {ours!r}, the one that is served",
+            f"there is no model {asked!r} here: use {served!r}, the model that is served",
             404,
             "invalid_request_error",
             "model_not_found",

@@ -31,7 +31,7 @@ class Inherited(msgspec.Struct, frozen=True):
 
 
 class Helpers:
-    """Further HTTP processes on the same listening socket."""
+    """The further HTTP processes, owned by the first."""
 
     def __init__(self, plan: Plan, listener: int, beat: Beat, keyring: Keyring | None, accounts: Accounts) -> None:
         self._plan = plan
