@@ -132,7 +132,7 @@ def _file_entries(file: Path, text: bytes) -> list[_Entry]:
     if parsed:
         raise SettingsError(f"the key file {file} has more than [[key]] entries: put each field below a [[key]]")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise SettingsError(f"the key file {file} has a key that is not a table: begin each with [[key]]")
+        raise SettingsError(f"the key file {file} has a key that is not a table: use [[key]] in two brackets")
     if not tables:
         raise SettingsError(f"the key file {file} has no keys: add a [[key]] with a key and a tenant, or leave it out")
     return [_file_entry(f"[[key]] {number} of {file}", table) for number, table in enumerate(tables, 1)]

@@ -189,9 +189,7 @@ class Metrics:
         self._waits = {reason: waits.labels(model, reason or NOT_PLANNED) for reason in ("", *WAITS)}
         self._wait = self._waits[""]
         # These two have no series until they have a value.
-        self._correlations = self._gauges(
-            "predictor_rank_correlation", "Rank correlation of predicted and true lengths."
-        )
+        self._correlations = self._gauges("predictor_rank_correlation", "Spearman's, of predicted and true lengths.")
         self._services = self._gauges("tenant_service_tokens", "A tenant's service under the fair policy.", "tenant")
         self._correlation: float | None = None
         self._service: Mapping[str, float] = {}
