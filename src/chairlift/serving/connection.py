@@ -162,7 +162,7 @@ class Wire(asyncio.Transport):
 
 
 class Connections(Protocol):
-    """What a connection calls on the set of all connections (`listening.Connections`)."""
+    """The methods of `listening.Connections` that a connection calls."""
 
     parse_queue: ParseQueue
 
