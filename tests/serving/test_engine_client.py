@@ -16,7 +16,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
 from chairlift.serving.engine_client import EngineClient
-from chairlift.serving.messages import Abort, Batch, Hello, News
+from chairlift.serving.messages import Abort, AnswerUpdate, Hello, StepReport
 
 HELLO = Hello("m", "cpu", "float32", 4, 64, 128, 320, 16, 512, "512 tokens", [1])
 
@@ -27,8 +27,8 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
 
-    def take(self, news: News) -> None:
-        self.told.append(("take", news.token))
+    def take(self, update: AnswerUpdate) -> None:
+        self.told.append(("take", update.token))
 
     def lose(self, message: str) -> None:
         self.told.append(("lose", message))
@@ -99,7 +99,7 @@ def test_an_order_that_the_engine_cannot_decode_fails_its_own_request_alone(tmp_
             client.submit(order(1), first)
             client.submit(order(2), second)
             await engine.say(messages.Unreadable(1, "not understood"))
-            await engine.say(Batch([News(2, 0, 7)]))
+            await engine.say(StepReport([AnswerUpdate(2, 0, 7)]))
             await until(lambda: second.told)
             assert first.told == [("fail", "not understood")]
             assert second.told == [("take", 7)]
@@ -154,7 +154,7 @@ def test_an_engine_that_is_replaced_before_its_end_is_seen_leaves_the_new_one_in
             await until(lambda: listener.told)
             assert listener.told[0][0] == "lose"
             engine.die()
-            await another.say(Batch([]))
+            await another.say(StepReport([]))
             await asyncio.sleep(0.2)  # the disconnection has come by now, and must not count
             assert client.hello is not None
             another.socket.close()

@@ -40,7 +40,7 @@ def test_steps_that_compute_nothing_send_nothing(tmp_path: Path) -> None:
         while http.poll(200):
             reports.append(messages.decode_report(http.recv()))
     assert spins > 5000
-    assert sum(isinstance(report, messages.Batch) for report in reports) < 20
+    assert sum(isinstance(report, messages.StepReport) for report in reports) < 20
 
 
 def order() -> messages.Submit:

@@ -135,7 +135,7 @@ def test_what_is_not_there_is_told_so(server: Running, name: str) -> None:
     reply = explain(server, name)
     assert reply.status_code == 404
     error = reply.json()["error"]
-    assert error["code"] == "unknown_request" and "it has ended, or never came" in error["message"]
+    assert error["code"] == "unknown_request" and "finished requests are not kept" in error["message"]
 
 
 def test_one_that_has_ended_is_not_there(server: Running) -> None:
@@ -161,7 +161,7 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nothing", "--api-key", "sk-key-of-alice"), "HTTP 404: no request 'nothing' of yours waits or runs here"),
+        (("nothing", "--api-key", "sk-key-of-alice"), "HTTP 404: no running or waiting request has the id 'nothing'"),
         (("a/../b", "--api-key", "sk-key-of-alice"), "HTTP 404"),
         (("first",), "HTTP 401: no valid API key"),
         (("first", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (connection refused)"),

@@ -29,7 +29,7 @@ from chairlift.offline.driver import Driver
 from chairlift.offline.track import Track
 from chairlift.serving import messages
 from chairlift.serving.admission import Admission
-from chairlift.serving.engine_process import as_news
+from chairlift.serving.engine_process import as_update
 from chairlift.serving.failures import Failure
 from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.metrics import Metrics
@@ -215,7 +215,7 @@ async def play(script: Script, tokenizer: Tokenizer, client: Any, engine: Any) -
 
     reading = asyncio.create_task(read())
     for outcome in script.outcomes():
-        await engine.say(messages.Batch([as_news(order.key, event) for event in outcome]))
+        await engine.say(messages.StepReport([as_update(order.key, event) for event in outcome]))
         script.outcome = outcome
         for front in fronts:
             front.step()

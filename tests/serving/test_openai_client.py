@@ -406,7 +406,7 @@ def test_an_unknown_model_and_embeddings_are_not_found(client: OpenAI) -> None:
         assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError, match="no model"):
         client.models.retrieve("gpt-x")
-    with pytest.raises(openai.NotFoundError, match="gives no embeddings"):
+    with pytest.raises(openai.NotFoundError, match="has no embeddings"):
         client.embeddings.create(model=MODEL, input="text")
 
 

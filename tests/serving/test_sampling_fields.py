@@ -120,10 +120,10 @@ def test_parameters_that_are_not_valid_are_answered_with_an_error(tmp_path: Path
     for key, (_, expected) in enumerate(WRONG):
         assert server.poll(5000)
         told = messages.decode_report(server.recv())
-        if isinstance(told, messages.Batch):
-            [news] = told.news
-            assert (news.key, news.finish_reason) == (key, messages.REFUSED)
-            assert expected in (news.error or "")
+        if isinstance(told, messages.StepReport):
+            [update] = told.updates
+            assert (update.key, update.finish_reason) == (key, messages.REFUSED)
+            assert expected in (update.error or "")
         else:
             assert isinstance(told, messages.Unreadable) and told.key == key
             assert expected in told.message

@@ -20,7 +20,7 @@ from chairlift.engine.engine import MAX_IDLE_PLANS, Engine
 from chairlift.serving import messages
 from chairlift.serving.beat import Beat
 from chairlift.serving.engine_process import EngineLoop, Job
-from chairlift.serving.messages import Batch, Hello
+from chairlift.serving.messages import Hello, StepReport
 
 
 class Shut:
@@ -71,7 +71,7 @@ def test_a_stuck_request_fails_and_few_messages_are_sent(tmp_path: Path) -> None
             assert server.poll(10_000)
             report = messages.decode_report(server.recv())
             reports += 1
-            failed |= {news.key: news.error for news in report.news} if isinstance(report, Batch) else {}
+            failed |= {update.key: update.error for update in report.updates} if isinstance(report, StepReport) else {}
     finally:
         engine.fault = "the test is over"
         thread.join(10)

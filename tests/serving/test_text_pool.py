@@ -270,7 +270,7 @@ def test_a_process_that_has_grown_is_replaced(tokenizer: Tokenizer) -> None:
 
 def test_a_pool_whose_process_cannot_be_started_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_pool, "command", lambda *_: ["/nonexistent/python"])
-    with pytest.raises(Failure, match="no process can be started to read text: No such file"):
+    with pytest.raises(Failure, match="a text process cannot be started: No such file"):
         with_pool(tokenizer, lambda pool: pool.do(JOBS["a text"]))
 
 

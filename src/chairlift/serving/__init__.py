@@ -1,5 +1,5 @@
-"""The server: OpenAI's routes over HTTP in one process, the engine in another, numbers between them.
+"""The server: OpenAI's routes in HTTP processes, the engine in another, with messages of token ids between them.
 
-The HTTP side validates, tokenizes, streams and refuses; the engine's side is `engine_process.py` and never sees a byte
-that a client wrote. Nothing below this folder imports it.
+An HTTP process validates, tokenizes, rejects and streams. The engine process (`engine_process.py`) never reads a byte
+that a client sent. No other folder of the package imports this one, except the command line.
 """

@@ -1,8 +1,8 @@
-"""Accounts: what each tenant has in use, in memory that all HTTP processes share.
+"""Accounts: live requests and used tokens of each tenant, in memory that all HTTP processes share.
 
-Each process counts the requests of a tenant in a column of its own; a tenant's number is the sum. So a process that
-dies leaves one column to clear, and no process needs a lock: one that adds its requests before it looks at the sum
-never lets a tenant exceed its limit, though two that do so at once may both be refused.
+Each process counts a tenant's requests in its own column; the tenant's total is the sum of the columns. When a process
+dies, only its column is cleared. No lock is needed: a process adds its requests before it reads the sum, so a tenant
+never exceeds its limit, though two processes that add at the same moment may both reject.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MINUTE = 60.0
 
 
 class Accounts:
-    """A row for each tenant: when its tokens are paid for, then its requests in each process.
+    """One row per tenant: the time at which its token debt is paid, then its live requests in each process.
 
-    One process alone needs no shared memory, and adds rows as it sees tenants.
+    A single process uses no shared memory and adds a row when it first sees a tenant.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Accounts:
 
     @staticmethod
     def shared(tenants: Sequence[str], processes: int, process: int = 0, descriptor: int | None = None) -> Accounts:
-        """Return the accounts that a process has in common with others, which know the same tenants."""
+        """Return accounts in shared memory; all processes must pass the same tenants in the same order."""
         accounts = Accounts()
         accounts._width, accounts._process = 1 + processes, process
         accounts._rows = {name: place * accounts._width for place, name in enumerate(tenants)}
@@ -44,26 +44,26 @@ class Accounts:
 
     def _row(self, tenant: str) -> int:
         if tenant not in self._rows:
-            assert isinstance(self._numbers, array), "all processes know the same tenants"
+            assert isinstance(self._numbers, array), "shared accounts have a fixed list of tenants"
             self._rows[tenant] = len(self._numbers)
             self._numbers.extend((-math.inf, 0.0))
         return self._rows[tenant]
 
     def live(self, tenant: str) -> int:
-        """Return how many requests the tenant has in all processes."""
+        """Return the tenant's live requests in all processes."""
         row = self._row(tenant)
         return int(sum(self._numbers[row + 1 : row + self._width]))
 
     def add(self, tenant: str, requests: int) -> None:
-        """Count requests that this process has admitted; a negative number when they end."""
+        """Add to the tenant's live requests in this process; `requests` is negative when they end."""
         self._numbers[self._row(tenant) + 1 + self._process] += requests
 
     def charge(self, tenant: str, tokens: int, per_minute: int, now: float) -> None:
         """Take tokens out of the tenant's bucket.
 
-        The bucket holds a minute's worth and is one number: the time at which its debt is paid. A minute before `now`
-        or earlier, it is full; after `now`, there is debt. Two processes that charge within the same microsecond may
-        lose one of the two charges.
+        The bucket holds the tokens of one minute and is stored as one number, the time at which its debt is paid: at
+        most `now` - 60 s means full, later than `now` means debt. Of two processes that charge within the same
+        microsecond, one charge may be lost.
         """
         row = self._row(tenant)
         self._numbers[row] = max(self._numbers[row], now - MINUTE) + tokens * MINUTE / per_minute
@@ -73,6 +73,6 @@ class Accounts:
         return max(0.0, self._numbers[self._row(tenant)] - now)
 
     def clear(self, process: int) -> None:
-        """A process has died, and its requests with it."""
+        """Set the column of a process that died to 0: its requests ended with it."""
         for row in self._rows.values():
             self._numbers[row + 1 + process] = 0.0

@@ -1,6 +1,6 @@
 """Admission: a queue bounded by number, memory and predicted wait, and each tenant's own limits.
 
-One event loop owns it, and shares the tenants' accounts with those of other processes; every call is O(1).
+Each HTTP process has one, used only from its event loop; the tenants' accounts are shared. Every call is O(1).
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from chairlift.serving.accounts import MINUTE, Accounts
 from chairlift.serving.drain import Drain, Returns
 from chairlift.serving.keys import Tenant
 
-BODY_BYTES_A_TOKEN = 8  # more than a prompt's token has as text or as a number: other fields of a body count too
-_PATIENCE = 30.0  # seconds; the most that a tenant at its limit is told to wait
+BODY_BYTES_A_TOKEN = 8  # above the size of a prompt token as text or as a number, because other fields count too
+_PATIENCE = 30.0  # seconds; the longest Retry-After for a tenant at its limit
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is not admitted now, and when to try again."""
+    """The reason why a request is not admitted, and when to try again."""
 
-    reason: (
-        str  # queue_full, long_wait, tenant_limit, tenant_rate, or too_many_requests: more than can ever be admitted
-    )
+    # queue_full, long_wait, tenant_limit, tenant_rate, or too_many_requests: more than can ever be admitted
+    reason: str
     message: str
     status: int
-    retry_after: float  # whole seconds; 0 when trying again is no use
+    retry_after: float  # whole seconds; 0 if a retry cannot succeed
 
 
 class Refused(ChairliftError):  # noqa: N818
@@ -40,46 +39,46 @@ class Refused(ChairliftError):  # noqa: N818
 
 
 class Ticket:
-    """An admitted request, or all those of a call, until released."""
+    """The admitted requests of one call, until released; `split` makes one ticket per request."""
 
     def __init__(self, admission: Admission, tenant: Tenant | None, tokens: int, requests: int) -> None:
         self.tenant = tenant
-        self.tokens = tokens  # that it counts for in the queue
+        self.tokens = tokens  # counted against max_waiting_tokens
         self.requests = requests
         self._admission = admission
         self._waits = True
         self._held = True
 
     def split(self, prompts: Sequence[int]) -> list[Ticket]:
-        """A ticket for each of its requests, by their prompts' tokens, in place of this one."""
+        """Replace this ticket by one per request, given the tokens of each prompt."""
         self._waits = self._held = False
-        rest = self.tokens - sum(prompts)  # what the body has beside its prompts goes with the first
+        rest = self.tokens - sum(prompts)  # tokens for the rest of the body count with the first request
         counts = [tokens + (rest if place == 0 else 0) for place, tokens in enumerate(prompts)]
         return [Ticket(self._admission, self.tenant, tokens, 1) for tokens in counts]
 
     def started(self, now: float) -> None:
-        """The first token has come: it no longer waits."""
+        """Count the request as running: it has its first token."""
         if self._waits:
             self._waits = False
-            self._admission._leave_queue(self, now)
+            self._admission._dequeue(self, now)
 
     def count(self, tokens: int) -> None:
-        """Output tokens have come, for the tenant's rate."""
+        """Charge output tokens to the tenant's rate."""
         self._admission._charge(self.tenant, tokens)
 
     def release(self, now: float) -> None:
-        """It has ended, and its client has read the answer or is gone; a second call changes nothing."""
+        """End the request: its client has read the answer or disconnected. A second call does nothing."""
         if self._held:
             self.started(now)
             self._held = False
-            self._admission._leave(self)
+            self._admission._end(self)
 
 
 class Admission:
-    """Admits requests while the queue has room for them.
+    """Admits requests while the queue is within its bounds.
 
-    `is_busy` tells whether requests wait for the batch, rather than only for their own prompt: the rate at which they
-    leave the queue is the server's rate only then.
+    `is_busy` returns whether requests wait for room in the batch, not only for their own prefill: only then does the
+    rate at which requests leave the queue measure the server's capacity.
     """
 
     def __init__(
@@ -108,22 +107,22 @@ class Admission:
         self._drain = Drain()
         self._returns = Returns(random)
         self._accounts = accounts or Accounts()
-        self._refusals: dict[str, int] = {}  # of tenants at their limit, since one of their requests ended
-        self._now = -math.inf  # the latest time that a caller told
+        self._refusals: dict[str, int] = {}  # per tenant at its limit, since one of its requests last ended
+        self._now = -math.inf  # the latest `now` that a caller passed
 
     @property
     def waiting(self) -> int:
-        """Requests that have no first token yet."""
+        """Number of requests without a first token."""
         return self._waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """What they count for: their prompts' tokens, or their bodies' bytes by the token if that is more."""
+        """Tokens of waiting requests: of the prompt, or body bytes / BODY_BYTES_A_TOKEN if that is more."""
         return self._waiting_tokens
 
     @property
     def live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._live
 
     def admit(
@@ -136,17 +135,17 @@ class Admission:
         requests: int = 1,
         body_bytes: int = 0,
     ) -> Ticket:
-        """Admit a call's requests, all or none; Refused says why not.
+        """Admit all requests of a call, or raise Refused with the reason.
 
-        What it may answer at most, `output_tokens`, costs nothing yet: most answers end sooner, and each token is
-        charged as it comes.
+        `output_tokens`, the most that may be generated, is not charged here: most answers are shorter, and each token
+        is charged when it is generated.
 
         >>> admission = Admission(max_waiting=1, max_waiting_tokens=100)
         >>> ticket = admission.admit(None, 10, 10, now=0.0)
         >>> admission.waiting
         1
         """
-        self._tell(now)
+        self._advance_clock(now)
         tokens = max(prompt_tokens, body_bytes // BODY_BYTES_A_TOKEN)
         refusal = (
             self._refuse_tenant(tenant, requests)
@@ -178,7 +177,7 @@ class Admission:
         return None
 
     def _refuse_race(self, tenant: Tenant | None, requests: int) -> Refusal | None:
-        """Count the requests, and take them back if another process has admitted some in the same moment."""
+        """Count the requests; undo and reject if another process has admitted some at the same moment."""
         if tenant is None:
             return None
         self._accounts.add(tenant.name, requests)
@@ -197,7 +196,7 @@ class Admission:
     def _refuse_queue(self, tokens: int, requests: int) -> Refusal | None:
         if requests > self._max_waiting:
             return _never(requests, f"the server's --max-waiting is {self._max_waiting}", self._max_waiting)
-        # Into an empty queue any prompt is admitted: one that is longer than the bound could not be otherwise, ever.
+        # An empty queue admits a prompt of any length: one longer than the bound would otherwise never be admitted.
         if self._waiting == 0:
             return None
         waiting, waiting_tokens = self._waiting + requests, self._waiting_tokens + tokens
@@ -208,7 +207,7 @@ class Admission:
             excess = min(self._waiting_tokens, waiting_tokens - self._max_waiting_tokens)
             limit = f"the server's --max-waiting-tokens is {self._max_waiting_tokens:,}"
             return self._full(f"{self._waiting_tokens:,} prompt tokens are waiting and {limit}", 0, excess)
-        # Where nothing waits for the batch, the batch has room.
+        # If no request waits for room in the batch, the batch has room and the predicted wait is 0.
         wait = self._drain.seconds_for(waiting, waiting_tokens) if self._is_busy() else 0.0
         if wait > self._max_wait:
             seconds = self._returns.book(self._now, wait - self._max_wait, self._drain.seconds_each())
@@ -223,7 +222,7 @@ class Admission:
         seconds = self._returns.book(self._now, soonest, self._drain.seconds_each())
         return Refusal("queue_full", f"the queue is full: {held}; try again in {seconds:.0f} s", 429, seconds)
 
-    def _tell(self, now: float) -> None:
+    def _advance_clock(self, now: float) -> None:
         if now > self._now:
             if self._waiting and self._is_busy():
                 self._drain.busy(now - self._now)
@@ -232,18 +231,18 @@ class Admission:
             self._now = now
 
     def _charge(self, tenant: Tenant | None, tokens: int) -> None:
-        """Charge at the latest time known; where that is too early, the tenant gains a bucket at most."""
+        """Charge at the latest known time; if that is too early, the tenant gains one bucket at most."""
         if tenant is not None and tenant.tokens_per_minute is not None:
             self._accounts.charge(tenant.name, tokens, tenant.tokens_per_minute, self._now)
 
-    def _leave_queue(self, ticket: Ticket, now: float) -> None:
-        self._tell(now)
+    def _dequeue(self, ticket: Ticket, now: float) -> None:
+        self._advance_clock(now)
         self._waiting -= ticket.requests
         self._waiting_tokens -= ticket.tokens
         if self._is_busy():
             self._drain.leave(ticket.requests, ticket.tokens)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _end(self, ticket: Ticket) -> None:
         self._live -= ticket.requests
         if ticket.tenant is not None:
             self._accounts.add(ticket.tenant.name, -ticket.requests)

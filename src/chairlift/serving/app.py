@@ -1,4 +1,4 @@
-"""The ASGI application: it finds the route, checks who asks, and turns whatever goes wrong into an error object."""
+"""The ASGI application: it finds the route, checks the API key, and turns every exception into an error object."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from chairlift.serving.body import BodyError
 from chairlift.serving.failures import Failure, from_request, invalid, unavailable
 from chairlift.serving.keys import Tenant
 from chairlift.serving.routes import ROUTES, Access, Route
-from chairlift.serving.service import CLIENT_GONE, Call, EventStream, Service, json_response, send_reply
+from chairlift.serving.service import CLIENT_DISCONNECTED, Call, EventStream, Service, json_response, send_reply
 
 log = logging.getLogger("chairlift")
 access_log = logging.getLogger("chairlift.access")
 
 
 class App:
-    """Serves the routes for one Service; CORS only for the origins named."""
+    """Serves the routes of one Service; CORS headers only for the given origins."""
 
     def __init__(self, service: Service, origins: Sequence[str] = ()) -> None:
         self.service = service
@@ -36,7 +36,7 @@ class App:
         self._patterns = [(Pattern(each.path, _nothing, methods=[each.method]), each) for each in ROUTES]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One HTTP request."""
+        """Serve one HTTP request."""
         if scope["type"] == "lifespan":
             return
         if scope["type"] != "http":
@@ -55,13 +55,13 @@ class App:
                 call.tenant = self._authorize(route, http)
                 response = await route.endpoint(call)
         except ClientDisconnect:
-            response = Response(status_code=CLIENT_GONE)
+            response = Response(status_code=CLIENT_DISCONNECTED)
         except Exception as error:
             failure = self._explain(error, call)
             response = json_response(failure.body, failure.status, failure.headers)
         response.headers["X-Request-Id"] = call.id
         if call.ignored:
-            names = (quote(name[:100], errors="replace")[:200] for name in call.ignored[:20])  # a header takes no more
+            names = (quote(name[:100], errors="replace")[:200] for name in call.ignored[:20])  # bounds the header
             response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(names)
         self._allow_origin(http, response)
         try:
@@ -74,14 +74,14 @@ class App:
             self._note(call, route, response.status_code, time.monotonic() - start, failure)
 
     def _explain(self, error: Exception, call: Call) -> Failure:
-        """What the client is told of whatever went wrong."""
+        """Return the error that is sent to the client; an unexpected one is logged."""
         if isinstance(error, Failure):
             return error
         if isinstance(error, RequestError | BodyError):
             self.service.metrics.refused("invalid")
             return from_request(error) if isinstance(error, RequestError) else invalid(str(error), code="invalid_body")
-        log.error("a request broke", exc_info=error, extra={"request_id": call.id})
-        return Failure("something broke in the server; its log has more", 500, "server_error", "internal_error")
+        log.error("a request failed with an unexpected error", exc_info=error, extra={"request_id": call.id})
+        return Failure("unexpected error in the server: its log has the details", 500, "server_error", "internal_error")
 
     def _find(self, scope: Any) -> Route:
         allowed = []
@@ -97,11 +97,11 @@ class App:
             failure = invalid(wanted, status=405, code="wrong_method")
             failure.more_headers["Allow"] = ", ".join(allowed)
             raise failure
-        hint = self._hint(scope) or "see /openapi.json for what there is"
+        hint = self._hint(scope) or "see /openapi.json for the routes"
         raise invalid(f"there is no {scope['path']}: {hint}", status=404, code="unknown_route")
 
     def _hint(self, scope: Any) -> str | None:
-        """A route that differs only by /v1, which a client's base URL must end with, once."""
+        """Suggest a route that differs only by /v1: a client's base URL may lack it, or have it twice."""
         path = scope["path"]
         for meant in (f"/v1{path}", path.removeprefix("/v1")):
             if any(pattern.matches({**scope, "path": meant})[0] is not Match.NONE for pattern, _ in self._patterns):
@@ -110,11 +110,11 @@ class App:
         return None
 
     def _check_room(self, route: Route, scope: Any) -> None:
-        """Where every connection has a request, the few that are accepted beyond their number may ask for little."""
+        """Reject all but open routes on connections that were accepted beyond the limit."""
         connection = scope.get("state", {}).get("connection")
         if connection is not None and connection.is_extra and route.access is not Access.OPEN:
             self.service.metrics.refused("connections")
-            failure = unavailable("the server has as many connections as it may: try again in a moment")
+            failure = unavailable("the server is at its limit of connections: try again in a moment")
             failure.more_headers["Connection"] = "close"
             raise failure
 
@@ -156,7 +156,7 @@ class App:
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Vary"] = "Origin"
 
-    # ---- what is kept of it
+    # ---- metrics, traces and the access log
 
     def _note(self, call: Call, route: Route | None, status: int, seconds: float, failure: Failure | None) -> None:
         path = "other" if route is None else route.path
@@ -173,16 +173,16 @@ class App:
                 "seconds": round(seconds, 4),
                 "tenant": None if call.tenant is None else call.tenant.name,
                 "code": None if failure is None else failure.code,
-                "why": None if failure is None else failure.body["error"]["message"],  # bounded there
+                "why": None if failure is None else failure.body["error"]["message"],  # shortened by `body`
             },
         )
 
 
 def _request_id(http: HttpRequest) -> str:
-    """The client's own name for its request, if it can be one."""
+    """Return the client's X-Request-Id if it is a valid name, else a new id."""
     given = http.headers.get("x-request-id", "")
     return given if NAME.fullmatch(given) else new_id("req").removeprefix("req-")
 
 
 async def _nothing(_request: HttpRequest) -> Response:
-    raise AssertionError("the App calls endpoints itself")
+    raise AssertionError("App calls the endpoints itself")

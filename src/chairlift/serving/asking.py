@@ -1,4 +1,4 @@
-"""From a request's body to what the engine is asked: validated, templated, tokenized, within bounds."""
+"""Reader: turns a request's body into prompts for the engine, validated, templated, tokenized and within bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# How many entries a field may have: more is a mistake or an attack.
+# The most entries that a field may have.
 MOST = {
     "messages": 4096,
     "stop": 32,
@@ -39,33 +39,33 @@ MOST = {
     "allowed_token_ids": 1 << 18,
     "prompt": 256,
 }
-LONGEST = {"stop": 1024, "bad_words": 128}  # characters of an entry: every step looks for all of them
-_REPEATED = 1 << 20  # token ids that go to the engine with every prompt of a call, in all
-INLINE = 2000  # characters that take a millisecond or two to tokenize: less than it takes to have it done elsewhere
-_EACH = 32  # characters that a string costs beside its own
-# A template is the operator's; these names are how we fill it in.
+LONGEST = {"stop": 1024, "bad_words": 128}  # characters of an entry: every step searches the text for each of them
+_REPEATED = 1 << 20  # token ids that a call sends with each of its prompts, summed over the prompts
+INLINE = 2000  # characters that tokenize in 1 to 2 ms: less than a round trip to a text process
+_EACH = 32  # characters of fixed cost per string
+# Template variables that the server sets: chat_template_kwargs may not override them.
 _OURS = frozenset(inspect.signature(render).parameters) - {"kwargs"}
 
 
 class Attend(Protocol):
-    """Awaits work for a client that may leave before it is done."""
+    """Awaits work, and cancels it if the client disconnects."""
 
     async def __call__(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result."""
+        """Return the result of the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads requests for one model. What is short is read at once, what is long in the text processes of `pool`."""
+    """Reads requests for one model: short texts in this process, long ones in the text processes of `pool`."""
 
     model: str
     tokenizer: Tokenizer | None
-    no_tokenizer: str  # why there is none
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling fields of requests that do not name them
+    no_tokenizer: str  # the reason, if tokenizer is None
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of sampling fields that a request leaves out
     pool: TextPool = field(kw_only=True)
 
     async def chat(self, body: Body, hello: Hello, attend: Attend) -> list[Asked]:
-        """A chat completion: one prompt."""
+        """Read a chat completion: one prompt."""
         check_sizes(body)
         params = read_chat_params(body, self.defaults)
         self._require_for_words(params)
@@ -77,7 +77,7 @@ class Reader:
             raise
 
     async def completion(self, body: Body, hello: Hello, attend: Attend) -> list[Asked]:
-        """A plain completion: one prompt or several."""
+        """Read a plain completion: one prompt or several."""
         prompts = read_prompts(body)
         if len(prompts) > MOST["prompt"]:
             raise RequestError(f"prompt has {len(prompts)} entries: send at most {MOST['prompt']} in one request")
@@ -97,7 +97,7 @@ class Reader:
         return self._ask(read, encoded.words, params, hello)
 
     def _check_texts(self, texts: list[str], room: Room, params: SamplingParams, hello: Hello) -> None:
-        """Refuse a text that cannot fit the context by its size alone."""
+        """Reject a text whose size alone shows that it exceeds the context."""
         for text in texts:
             tokenizer = self.require_tokenizer()
             if not text:
@@ -110,23 +110,27 @@ class Reader:
             raise RequestError(f"stop and bad_words cannot be read: {self.no_tokenizer}; use stop_token_ids")
 
     def chat_job(self, body: Body, room: Room, words: Sequence[str] = ()) -> Chat:
-        """What turns a conversation into token ids, through the model's own template."""
+        """Return the job that turns a conversation into token ids with the model's chat template."""
         if self.require_tokenizer().chat_template is None:
             raise RequestError(f"{self.model} has no chat template: use /v1/completions with a plain prompt")
         options = read_template_options(body)
         if taken := (get(body, "chat_template_kwargs", "an object") or {}).keys() & _OURS:
-            raise RequestError(f"chat_template_kwargs has {', '.join(sorted(taken))}: such names are the server's own")
+            raise RequestError(f"chat_template_kwargs has {', '.join(sorted(taken))}: the server sets these itself")
         return Chat(body.get("messages"), options, room, list(words))
 
     async def do(self, job: Job, size: int, attend: Attend) -> Encoded | list[bytes]:
-        """Do a job: at once if it is quick, else in a text process."""
+        """Run a job: in this process if it is short, else in a text process."""
         if size <= INLINE and not isinstance(job, Chat):
             found = perform(job, self.tokenizer)
             return [found] if isinstance(found, bytes) else found
         return await attend(self.pool.do(job))
 
     async def _encode(self, job: Encode | Chat, attend: Attend) -> Encoded:
-        strings = [*job.words, *job.words, *(job.texts if isinstance(job, Encode) else ())]  # a word is spelled twice
+        strings = [
+            *job.words,
+            *job.words,
+            *(job.texts if isinstance(job, Encode) else ()),
+        ]  # a word is tokenized with and without a leading space
         found = await self.do(job, sum(map(len, strings)) + _EACH * len(strings), attend)
         assert isinstance(found, Encoded)
         return found
@@ -134,7 +138,7 @@ class Reader:
     def _ask(
         self, read: list[tuple[str | None, Prompt]], words: list[list[int]], params: SamplingParams, hello: Hello
     ) -> list[Asked]:
-        """Each prompt, with its text where it has one, ready for the engine."""
+        """Check each prompt against the limits and return it ready for the engine."""
         limits = limits_of(hello)
         bad_words = tuple(map(tuple, words))
         check_repeated(len(read), params, sum(map(len, words)))
@@ -150,12 +154,14 @@ class Reader:
                 )
             ids = limits.truncate(prompt.ids, params)
             if asked:
-                limits.check_prompt(ids, params)  # the rest is the same for all
+                limits.check_prompt(ids, params)  # the other fields are the same for all prompts
             else:
                 limits.check(Request("", ids, params, eos_ids=frozenset(ends), bad_words=bad_words))
             asked.append(
                 Asked(
-                    text if len(ids) == prompt.count else None,  # an echo shows what the model has read
+                    text
+                    if len(ids) == prompt.count
+                    else None,  # an echo shows only what the model has read: not a text that was truncated
                     ids,
                     params,
                     seed=secrets.randbits(63) if params.seed is None else params.seed,
@@ -166,24 +172,24 @@ class Reader:
         return asked
 
     def require_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, or a RequestError that says why there is none."""
+        """Return the model's tokenizer, or raise a RequestError with the reason why there is none."""
         if self.tokenizer is None:
             raise RequestError(f"text cannot be read: {self.no_tokenizer}; send /v1/completions a list of token ids")
         return self.tokenizer
 
 
 def limits_of(hello: Hello) -> Limits:
-    """What the engine serves at most."""
+    """Return the engine's limits."""
     return Limits(hello.max_sequences, hello.step_tokens, hello.max_length, hello.vocab_size)
 
 
 def room_of(hello: Hello, params: SamplingParams) -> Room:
-    """How much of a prompt is of use."""
+    """Return how many tokens a prompt may have, and how many are kept of a longer one."""
     return Room(hello.max_length - 1, limits_of(hello).kept(params))
 
 
 def check_sizes(body: Mapping[str, Any]) -> None:
-    """Refuse lists and strings that are longer than anyone needs."""
+    """Reject lists with more than MOST entries and strings longer than LONGEST."""
     for name, most in MOST.items():
         value = body.get(name)
         if isinstance(value, (list, dict)) and len(value) > most:
@@ -196,11 +202,11 @@ def check_sizes(body: Mapping[str, Any]) -> None:
 
 
 def check_repeated(prompts: int, params: SamplingParams, bad_words: int) -> None:
-    """Refuse what is sent to the engine with each prompt, if it is too much in all."""
+    """Reject a call if the token ids that are sent with each prompt are too many in all."""
     each = bad_words + len(params.allowed_token_ids or ()) + len(params.logit_bias) + len(params.stop_token_ids)
     if prompts * each > _REPEATED:
         raise RequestError(
-            f"prompt has {prompts} entries, each of which goes to the engine with {each:,} token ids of bad_words, "
+            f"prompt has {prompts} entries, each of which is sent to the engine with {each:,} token ids of bad_words, "
             f"allowed_token_ids, logit_bias and stop_token_ids: {prompts * each:,} in all, and the most is "
             f"{_REPEATED:,}; send fewer prompts in one request"
         )

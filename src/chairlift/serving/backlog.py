@@ -1,27 +1,27 @@
-"""Backlog: the bytes in memory that one client has not read yet."""
+"""Backlog: bytes in memory that one client has not read."""
 
 from __future__ import annotations
 
 from chairlift.text.outputs import Chunk
 
-# A client that is further behind loses its answer: 60,000 plain tokens, or 3,000 with 64 log-probabilities each.
+# Bytes above which a stream is aborted: 60,000 plain tokens, or 3,000 with 64 log-probabilities each.
 MOST = 32 << 20
-_TOKEN, _ENTRY = 512, 160  # bytes of a token's piece, and of each log-probability in it
+_TOKEN, _ENTRY = 512, 160  # bytes of a chunk per token, and per log-probability
 
 
 class Backlog:
-    """Counts what waits for one client, beyond what its socket's own buffer holds."""
+    """Counts the bytes that one client has not read, without those in the socket's buffer."""
 
     def __init__(self) -> None:
         self.size = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether the client is too far behind."""
+        """Whether the client has left more than MOST bytes unread."""
         return self.size > MOST
 
 
 def size_of(piece: Chunk) -> int:
-    """Return about how many bytes of memory a piece takes."""
+    """Return the approximate size of a chunk in memory, in bytes."""
     entries = 0 if piece.logprobs is None else sum(map(len, piece.logprobs))
     return _TOKEN * max(1, len(piece.token_ids)) + _ENTRY * entries

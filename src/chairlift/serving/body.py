@@ -1,7 +1,7 @@
-"""From the bytes of a request to a JSON object, strictly: what two parsers could read in two ways is refused.
+"""Strict JSON parsing of request bodies: a body that two parsers could read differently is rejected.
 
-msgspec parses; it lets pass whole numbers of any size, \\u0000, any depth and keys that come twice: these are checked
-after it. Counting bytes is numpy's, because `bytes.count` takes six times as long.
+msgspec parses. It accepts integers of any size, \\u0000, any depth and duplicate keys: these are checked afterwards.
+numpy counts bytes, because `bytes.count` takes six times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from chairlift.core.errors import ChairliftError
 
-MAX_DEPTH = 32  # lists and objects inside each other, the body itself counted
+MAX_DEPTH = 32  # levels of nested lists and objects, including the body itself
 MAX_ITEMS = 1_000_000
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
@@ -28,11 +28,11 @@ _decode = msgspec.json.Decoder().decode
 
 
 class BodyError(ChairliftError):
-    """A body that is not one JSON object with one meaning."""
+    """The body is not a JSON object, or is ambiguous."""
 
 
 def read_object(raw: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """A request's body; whatever is wrong with it is a BodyError.
+    """Parse a request's body, or raise a BodyError.
 
     >>> read_object(b'{"prompt": [1, 2]}')
     {'prompt': [1, 2]}
@@ -53,25 +53,26 @@ def read_object(raw: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
     except msgspec.MsgspecError as error:
         raise BodyError(_why(raw, str(error))) from None
     if not isinstance(body, dict):
-        raise BodyError("the body is not a JSON object: put what it holds between { and }")
+        raise BodyError("the body is not a JSON object: send its fields between { and }")
     pairs, texts = _check_values(body)
     _check_keys(raw, pairs, texts)
     return body
 
 
 def _check_items(raw: bytes, max_items: int) -> None:
-    """Before parsing, because 8 MiB of empty lists would become 200 MiB of them."""
-    if len(raw) <= 2 * max_items:  # each item has two bytes of its own: a value's, and a comma's or a bracket's
+    """Reject too many items before parsing: 8 MiB of empty lists would become 200 MiB of objects."""
+    if len(raw) <= 2 * max_items:  # an item has at least two bytes: a value, and a comma or a bracket
         return
-    if _count(raw, ",") + _count(raw, "[") + _count(raw, "{") > max_items:  # those inside strings are too many
+    # An upper bound first: it also counts characters inside strings.
+    if _count(raw, ",") + _count(raw, "[") + _count(raw, "{") > max_items:
         items = _items_of(raw)
         if items > max_items:
             raise BodyError(f"the body's lists and objects have {items} items in all: use {max_items} or fewer")
 
 
 def _items_of(raw: bytes) -> int:
-    """Items of all lists and objects, if the body is valid: the commas and the containers that are not empty."""
-    # A backslash is only ever inside a string, and always escapes what follows: whole pairs go first.
+    """Return the number of items in all lists and objects of a valid body: commas plus non-empty containers."""
+    # A backslash occurs only in strings and escapes the next character: escaped backslashes are removed first.
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
     outside = b'"'.join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
     opened = outside.count(b"[") + outside.count(b"{") - outside.count(b"[]") - outside.count(b"{}")
@@ -79,7 +80,7 @@ def _items_of(raw: bytes) -> int:
 
 
 def _check_values(body: dict[str, Any]) -> tuple[int, list[str]]:
-    """Depth, whole numbers and strings; how many pairs the objects have, and every string, keys included."""
+    """Check depth, integers and strings; return the number of key-value pairs, and all strings including keys."""
     pairs = 0
     texts: list[str] = []
     level: list[Any] = [body]
@@ -115,7 +116,7 @@ def _sort_values(container: Any, values: Any, texts: list[str], deeper: list[Any
 
 
 def _is_all_whole(values: list[Any]) -> bool:
-    """Whether a list is whole numbers of 64 bits and nothing else; token ids are, and this is their fast way."""
+    """Whether a list has only 64-bit integers: a fast path for token ids."""
     if not values or type(values[0]) is not int:
         return False
     try:
@@ -126,10 +127,10 @@ def _is_all_whole(values: list[Any]) -> bool:
 
 
 def _check_keys(raw: bytes, pairs: int, texts: list[str]) -> None:
-    """Refuse a key that comes twice in one object: parsers differ in which one they keep, and msgspec does not tell.
+    """Reject duplicate keys in an object: parsers differ in which one they keep, and msgspec drops one silently.
 
-    Every pair has its colon. So the body has as many as pairs were read, and those inside strings, unless pairs were
-    lost; only a colon written \\u003a could hide one.
+    Every pair has one colon, so the colons in the body equal the parsed pairs plus the colons inside strings unless a
+    pair was dropped. Only a colon written \\u003a could hide that; such a body is parsed again.
     """
     colons = _count(raw, ":")
     if colons == pairs:
@@ -144,7 +145,7 @@ def _unique(found: list[tuple[str, Any]]) -> None:
     seen: set[str] = set()
     for key, _ in found:
         if key in seen:
-            raise BodyError(f"the key {_shown(key)} comes twice in one object: keep one")
+            raise BodyError(f"the key {_shown(key)} occurs twice in one object: keep one")
         seen.add(key)
 
 
@@ -157,7 +158,7 @@ def _too_deep() -> BodyError:
 
 
 def _why(raw: bytes, message: str) -> str:
-    """What msgspec found, in words for those who wrote the body."""
+    """Return msgspec's parse error in words for the client."""
     found = _AT_BYTE.search(message)
     rest = raw[int(found[1]) :] if found else b""
     if rest.startswith((b"NaN", b"Infinity")):

@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's h11 protocol, with a bound on all that the client can cause.
+"""One client's connection: uvicorn's h11 protocol, with bounds on the memory and time that a client can use.
 
-A body is parsed only when the app reads it, a few parts at a time, so that a refused request costs its head and nothing
-else. A connection that is closed in the middle of a body says so to the client first.
+A body is parsed only when the app reads it, a few parts at a time, so that a rejected request costs only its head.
+Before a connection is closed in the middle of a body, the response is sent.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from chairlift.openai.replies import error_object
 from chairlift.serving.backlog import Backlog
 
 _HEAD = 64 << 10  # bytes of a request's head
-_FIRST_EVENTS = 2  # parsed before the app asks for the body: a small body that came with its head, and its end
-_EVENTS = 32  # parsed of one body before other connections may parse theirs
-_TURN = 0.002  # seconds of parsing bodies, of all connections, in one turn of the event loop
-# Parts in which a body may come: any small body may come byte by byte, a large one not.
+_FIRST_EVENTS = 2  # parsed before the app reads the body: a small body that arrived with its head, and its end
+_EVENTS = 32  # parsed of one body before the next connection's body
+_PARSE_SECONDS = 0.002  # of parsing bodies, of all connections, per iteration of the event loop
+# The most parts of a body: a small body may arrive byte by byte, a large one may not.
 _FREE_PARTS = 4096
 _BYTES_A_PART = 256
-LINGER_BYTES = 1 << 20  # discarded of what a refused client still sends
+LINGER_BYTES = 1 << 20  # read and discarded of a rejected request, before the connection is aborted
 
 
-class Turns:
-    """Parses the bodies of all connections, one after the other, for a short time in each turn of the event loop."""
+class ParseQueue:
+    """Parses the bodies of all connections in order, for a short time per iteration of the event loop."""
 
     def __init__(self) -> None:
         self._due: deque[Callable[[], None]] = deque()
 
-    def ask(self, parse: Callable[[], None]) -> None:
-        """Have a connection's body parsed soon."""
+    def add(self, parse: Callable[[], None]) -> None:
+        """Schedule a connection's parsing."""
         if not self._due:
             asyncio.get_running_loop().call_soon(self._run)
         self._due.append(parse)
 
     def _run(self) -> None:
-        end = time.monotonic() + _TURN
+        end = time.monotonic() + _PARSE_SECONDS
         while self._due:
             self._due.popleft()()
             if time.monotonic() > end:
@@ -52,27 +52,27 @@ class Turns:
 
 
 class Parser(h11.Connection):
-    """h11, that stops in a body when its events are used up, and refuses one in too many parts."""
+    """h11 with a budget of events per body, which rejects a body in too many parts."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, _HEAD)
         self.events_left = 0
-        self.is_held = False  # whether there may be more to parse than was allowed
+        self.is_held = False  # whether parsing stopped because the budget was used up
         self.is_wanted = False  # whether the app reads the body
-        self.is_complete = False  # whether all of a request has come
-        self.trouble = "this is no HTTP request"
+        self.is_complete = False  # whether the whole request has arrived
+        self.trouble = "this is not an HTTP request"
         self.status = 400
         self._parts = self._bytes = 0
 
     def next_event(self) -> Any:
-        """Return h11's next event, or NEED_DATA where no more may be parsed now."""
+        """Return h11's next event, or NEED_DATA if the budget is used up."""
         if self.events_left == 0 and self.their_state is h11.SEND_BODY:
             self.is_held = True
             return h11.NEED_DATA
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            self.trouble = f"this is no HTTP request: {str(error)[:200]}"
+            self.trouble = f"this is not an HTTP request: {str(error)[:200]}"
             self.status = 431 if error.error_status_hint == 431 else 400
             raise
         if type(event) is h11.Data:
@@ -90,11 +90,11 @@ class Parser(h11.Connection):
         self._parts += 1
         self._bytes += size
         if self._parts > _FREE_PARTS + self._bytes // _BYTES_A_PART:
-            self.trouble = f"the body's first {self._bytes:,} bytes came in {self._parts:,} parts: send larger chunks"
+            self.trouble = f"the body's first {self._bytes:,} bytes are in {self._parts:,} parts: send larger chunks"
             raise h11.RemoteProtocolError(self.trouble)
 
     def send(self, event: Any) -> Any:
-        """Write an event; an answer to a request that has not come whole closes its connection."""
+        """Write an event; a response to a request that has not arrived whole closes the connection."""
         if type(event) is h11.Response and self.their_state is h11.SEND_BODY:
             headers = [*event.headers.raw_items(), (b"Connection", b"close")]
             event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
@@ -102,7 +102,7 @@ class Parser(h11.Connection):
 
 
 class Wire(asyncio.Transport):
-    """The transport as uvicorn sees it: the connection decides when to read on, and how to close."""
+    """The transport that uvicorn sees: the connection controls reading and closing."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
@@ -112,15 +112,15 @@ class Wire(asyncio.Transport):
         self._connection = connection
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return what the socket knows."""
+        """Return information about the socket."""
         return self.transport.get_extra_info(name, default)
 
     def is_closing(self) -> bool:
-        """Whether nothing more may be written."""
+        """Whether writing is no longer possible."""
         return self.is_lingering or self.transport.is_closing()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, or keep what the client does not read yet."""
+        """Send, or buffer what the client does not read yet."""
         if self.is_lingering:
             return
         self.written += len(data)
@@ -128,7 +128,7 @@ class Wire(asyncio.Transport):
 
     @property
     def unsent(self) -> int:
-        """Bytes that the client has not made room for."""
+        """Bytes in the transport's write buffer."""
         return self.transport.get_write_buffer_size()
 
     def pause_reading(self) -> None:
@@ -136,67 +136,67 @@ class Wire(asyncio.Transport):
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on: the app wants more, or the next request."""
+        """Resume reading, of this body or of the next request."""
         self._connection.read_on()
 
     def close(self) -> None:
         """Close once all is sent.
 
-        While the client still sends, the connection stays half open for a moment: a socket that is closed before all
-        was read from it is reset, and the client may never see the answer.
+        While the client still sends, the connection stays half open for a moment: closing a socket with unread input
+        resets it, and the client may never see the response.
         """
         if self._connection.is_in_body and self.transport.can_write_eof() and not self.is_closing():
             self.is_lingering = True
             self._connection.linger()
             try:
                 self.transport.write_eof()
-            except OSError:  # the client is gone
+            except OSError:  # the client has disconnected
                 self.transport.abort()
             self.transport.resume_reading()
         else:
             self.transport.close()
 
     def abort(self) -> None:
-        """Close now; what is not sent is dropped."""
+        """Close now and drop unsent bytes."""
         self.transport.abort()
 
 
 class Connections(Protocol):
-    """What a connection knows of all of them; `listening.py` has them."""
+    """The methods of `listening.Connections` that a connection calls."""
 
-    turns: Turns
+    parse_queue: ParseQueue
 
     def add(self, connection: Connection) -> None:
-        """Count a connection."""
+        """Add a connection."""
 
     def remove(self, connection: Connection) -> None:
-        """Count a connection no more."""
+        """Remove a connection."""
 
     def serve(self, connection: Connection) -> None:
-        """Note that a connection has a request."""
+        """Mark a connection as having a request."""
 
     def wait(self, connection: Connection) -> None:
-        """Note that a connection waits for its next request."""
+        """Mark a connection as waiting for its next request."""
 
 
 class Connection(H11Protocol):
-    """A client's connection, with its place among all of them."""
+    """A client's connection, registered in Connections."""
 
     def __init__(self, connections: Connections, **more: Any) -> None:
         super().__init__(**more)
         self.conn = self.parser = Parser()
         self.backlog = Backlog()
-        self.is_extra = False  # beyond the number of connections: only open routes are served
-        self.since = 0.0  # when the server began to wait for a head, or to linger
+        self.is_extra = False  # accepted beyond the limit of connections: only open routes are served
+        self.since = 0.0  # when the wait for a head, or the lingering, began
         self.awaits_head = True
-        self.progress = (0, 0.0)  # bytes sent, and when that was first seen
+        self.progress = (0, 0.0)  # bytes sent, and the time of the last change
         self._connections = connections
         self._discarded = 0
 
-    # ---- as asyncio calls it
+    # ---- called by asyncio
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a place among the connections, or one of the few extra ones."""
+        """Register the connection."""
         self.wire = Wire(transport, self)
         self.since = self.loop.time()
         self.progress = 0, self.since
@@ -205,12 +205,12 @@ class Connection(H11Protocol):
         super().connection_made(self.wire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
+        """Unregister the connection."""
         self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a head, or as much of a body as is allowed now."""
+        """Parse a head, or a body within its budget of events."""
         if self.wire.is_lingering:
             self._discarded += len(data)
             if self._discarded > LINGER_BYTES:
@@ -220,10 +220,10 @@ class Connection(H11Protocol):
             self.awaits_head, self.since = True, self.loop.time()
         super().data_received(data)
 
-    # ---- as uvicorn calls it
+    # ---- called by uvicorn
 
     def handle_events(self) -> None:
-        """Parse what has come, and read no further into a body than the app does."""
+        """Parse the received bytes; pause reading where the app does not read the body."""
         super().handle_events()
         if self.parser.their_state is not h11.IDLE:
             self.awaits_head = False
@@ -235,13 +235,13 @@ class Connection(H11Protocol):
             elif self.parser.is_held:
                 self.wire.pause_reading()
                 if not self.flow.read_paused:
-                    self._connections.turns.ask(self._parse)
+                    self._connections.parse_queue.add(self._parse)
 
     def read_on(self) -> None:
-        """The app reads: parse what is here, or wait for more."""
+        """Parse received bytes, or resume reading: the app reads the body."""
         self.parser.is_wanted = True
         if self.parser.is_held:
-            self._connections.turns.ask(self._parse)
+            self._connections.parse_queue.add(self._parse)
         else:
             self.wire.transport.resume_reading()
 
@@ -254,15 +254,15 @@ class Connection(H11Protocol):
             self.wire.transport.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, if the connection stays."""
+        """Wait for the next request, if the connection stays open."""
         self.parser.is_complete = False
         self._connections.wait(self)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Say what cannot be read, and close."""
+        """Send an error that names what could not be parsed, and close."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # the app cannot answer any more
+            self.cycle.disconnected = True  # the app can no longer respond
             self.cycle.message_event.set()
         if self.parser.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_object(self.parser.trouble, "invalid_request_error", "invalid_http", None))
@@ -276,19 +276,19 @@ class Connection(H11Protocol):
                 self.wire.write(self.parser.send(event))
         self.wire.close()
 
-    # ---- its bounds
+    # ---- read by Connections
 
     @property
     def is_in_body(self) -> bool:
-        """Whether the client has more to send of a request, or sent what cannot be read."""
+        """Whether the request has not arrived whole, or could not be parsed."""
         return self.parser.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def linger(self) -> None:
-        """Count the time from which the client is only listened to."""
+        """Start the time limit of the half-open connection."""
         self.since = self.loop.time()
 
     def stalled(self, now: float) -> float:
-        """Return for how long the client has taken none of the bytes that wait for it; 0.0 where there are none."""
+        """Return the seconds since the client last read, if it has unsent bytes; otherwise 0.0."""
         unsent = self.wire.unsent
         sent = self.wire.written - unsent
         if sent != self.progress[0] or not unsent:
@@ -297,5 +297,5 @@ class Connection(H11Protocol):
 
     @property
     def unread(self) -> int:
-        """Bytes in memory for this client."""
+        """Bytes in memory that this client has not read."""
         return self.wire.unsent + self.backlog.size

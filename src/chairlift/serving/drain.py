@@ -1,23 +1,22 @@
-"""How fast the queue empties, and when refused clients should try again."""
+"""Drain: the rate at which requests leave the queue. Returns: Retry-After times for rejected clients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-MEMORY = 30.0  # seconds of a busy queue after which a departure counts for 1/e
-STALE = 60.0  # seconds without a busy queue after which the rate is forgotten: the next requests may be quite different
-ENOUGH_DEPARTURES, ENOUGH_SECONDS = 16, 5.0  # either makes a rate out of what has been seen
-LONGEST_RETRY = 60.0  # seconds; OpenAI's client does not heed a longer Retry-After
-_GUESS = 0.02  # seconds between two departures
-_PACE = 0.8  # of the rate at which the queue empties: so fast refused clients return, and find room
+MEMORY = 30.0  # seconds of busy time after which a departure has weight 1/e
+STALE = 60.0  # seconds of idle time after which the rate is reset: the next requests may be quite different
+ENOUGH_DEPARTURES, ENOUGH_SECONDS = 16, 5.0  # busy; either one makes the measured rate usable
+LONGEST_RETRY = 60.0  # seconds; OpenAI's client ignores a longer Retry-After
+_GUESS = 0.02  # seconds between two departures while the rate is unknown
+_PACE = 0.8  # rejected clients return at this fraction of the drain rate, so that they find room
 
 
 class Drain:
-    """The rate at which requests leave the queue: sums that fade exponentially, over the time in which it was busy.
+    """The rate at which requests leave the queue: exponentially weighted sums over the time in which it was busy.
 
-    Time without a busy queue says nothing about the rate and is not counted; a busy queue that nothing leaves counts as
-    slow.
+    Idle time says nothing about the rate and is not counted; busy time without a departure lowers the rate.
     """
 
     def __init__(self) -> None:
@@ -28,12 +27,12 @@ class Drain:
         self._requests = 0.0
         self._tokens = 0.0
         self._departures = 0
-        self._elapsed = 0.0  # all busy time, without fading
+        self._elapsed = 0.0  # all busy time, unweighted
         self._standstill = 0.0  # busy time since the last departure
         self._idle = 0.0
 
     def busy(self, seconds: float) -> None:
-        """Count time in which requests had to wait."""
+        """Add time in which requests waited for room in the batch."""
         self._idle = 0.0
         self._elapsed += seconds
         self._standstill += seconds
@@ -43,14 +42,14 @@ class Drain:
         self._tokens *= fade
 
     def idle(self, seconds: float) -> None:
-        """Count time in which no request had to wait."""
+        """Add time in which no request waited for room in the batch."""
         self._idle += seconds
         self._standstill = 0.0
         if self._idle > STALE:
             self._forget()
 
     def leave(self, requests: int, tokens: int) -> None:
-        """Count requests, with the tokens of their prompts, that left a busy queue."""
+        """Count requests, and their prompt tokens, that left a busy queue."""
         self._standstill = 0.0
         self._departures += requests
         self._requests += requests
@@ -58,40 +57,40 @@ class Drain:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough has been seen to predict by."""
+        """Whether enough departures or busy time were counted for a prediction."""
         return self._departures >= ENOUGH_DEPARTURES or (self._departures > 0 and self._elapsed >= ENOUGH_SECONDS)
 
     def seconds_for(self, requests: int, tokens: int) -> float:
-        """Predict how long it takes until so many have left, of which one is above 0.
+        """Predict the seconds until so many requests and tokens leave the queue; at least one of the two is above 0.
 
-        While the rate is unknown it is as long as nothing has left a busy queue, the least that can be said.
+        While the rate is unknown, return the busy time since the last departure, a lower bound.
         """
         if not self.is_known:
             return self._standstill
         pairs = ((requests, self._requests), (tokens, self._tokens))
-        # A sum is 0 when what has left had no tokens, or when nothing has left for hours.
+        # A sum is 0 if the departed requests had no tokens, or if none departed for hours.
         return max(amount * self._seconds / left if left else math.inf for amount, left in pairs if amount > 0)
 
     def seconds_each(self) -> float:
-        """Return the mean time between two departures, or a guess while it is unknown."""
+        """Return the mean seconds between two departures, or a guess while the rate is unknown."""
         return self.seconds_for(1, 0) if self.is_known else _GUESS
 
 
 class Returns:
-    """When refused clients are told to return: one after the other, a little slower than the queue empties.
+    """Spreads the Retry-After times of rejected clients, a little slower than the queue drains.
 
-    Clients that are refused together would otherwise return together, and be refused again.
+    Clients that are rejected together would otherwise retry together, and be rejected again.
     """
 
     def __init__(self, random: Callable[[], float]) -> None:
         self._random = random
-        self._next = -math.inf  # when the next refused client should return
+        self._next = -math.inf  # when the next rejected client should retry
 
     def book(self, now: float, soonest: float, seconds_each: float) -> float:
-        """Return after how many whole seconds a client should try again: `soonest` or later, and at most a minute."""
+        """Return the whole seconds after which a client should retry: at least `soonest`, at most a minute."""
         self._next = max(self._next, now + soonest)
         seconds = self._next - now
-        if seconds >= LONGEST_RETRY:  # too many are booked: the rest are spread over the second half of the minute
+        if seconds >= LONGEST_RETRY:  # the minute is fully booked: spread further retries over its second half
             self._next = now + LONGEST_RETRY
             seconds = LONGEST_RETRY * (1 + self._random()) / 2
         else:

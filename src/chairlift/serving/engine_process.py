@@ -1,7 +1,7 @@
-"""The engine's own process: orders in, steps, news out.
+"""The engine process: it receives orders, runs steps and sends updates.
 
-It is started with one argument, a Job in JSON, and connects to a socket of each HTTP process. It ends when it is told
-to, or when the process that started it is gone.
+It is started with one argument, a Job in JSON, and connects to a socket of each HTTP process. It ends on SIGTERM, or
+when its parent process has ended.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from chairlift.engine.loop import drive
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.link import Link
-from chairlift.serving.messages import Batch, Broken, Hello, News, PromptScores, Scored, Stats, Submit
+from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores, Scored, Stats, StepReport, Submit
 
 log = logging.getLogger("chairlift")
 
 FAULT = 4  # exit code of an engine whose device fails
-_COLLECT_EVERY = 600.0  # seconds after which a full garbage collection is due even if requests run
-IDLE_MS = 400  # an idle engine shows itself alive this often
-_READERS_MS = 20  # between two looks whether HTTP processes that are behind have caught up
+_COLLECT_EVERY = 600.0  # seconds between full garbage collections while requests run
+IDLE_MS = 400  # between two heartbeats of an idle engine
+_READERS_MS = 20  # between two checks of HTTP processes that are behind
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the engine process is to do."""
+    """The arguments of the engine process."""
 
     model: str
     settings: dict[str, Any]
-    sockets: list[str]  # one for each HTTP process; the first also gets the statistics
-    beat: int  # the descriptor of its memory
-    parent: int  # the process without which it has no business
+    sockets: list[str]  # one per HTTP process; the first also receives the statistics
+    beat: int  # descriptor of the shared memory
+    parent: int  # process id; the engine process ends with it
     progress: bool = False
 
 
@@ -61,7 +61,7 @@ class EngineLoop:
         self._patience = max(PATIENCE, 1.5 * slowest_step)
         self._parent = job.parent
         self._stats: Stats | None = None
-        self._questions: deque[tuple[Link, messages.Explain]] = deque()  # each HTTP process bounds its own
+        self._questions: deque[tuple[Link, messages.Explain]] = deque()  # bounded by each HTTP process
         self._swapped_out = self._swapped_in = 0  # blocks
         self._last_collection, self._has_run = 0.0, True
         engine.on_step = self._count_swaps
@@ -72,24 +72,24 @@ class EngineLoop:
             link.register(self._poller)
 
     def run(self) -> None:
-        """Serve until the parent process is gone, or until the engine cannot run another step."""
-        postpone_full_collections()  # the prefix cache alone has tens of thousands of objects: 20 to 100 ms
+        """Serve until the parent process ends, or until the engine cannot run another step."""
+        postpone_full_collections()  # 20 to 100 ms: the prefix cache alone has tens of thousands of objects
         drive(self._engine, self)
         if self._engine.fault is not None:
-            log.error("the engine process ends, to be started again: %s", self._engine.fault)
+            log.error("the engine process ends and will be restarted: %s", self._engine.fault)
         for link in self._links:
             link.close()
         self._context.term()
 
-    # ---- the engine's port
+    # ---- called by `drive`
 
     def is_open(self) -> bool:
-        """Whether there is a process to serve; also shows that the loop is alive."""
+        """Whether the parent process runs; also writes the heartbeat."""
         self._beat.touch(self._engine.clock.now(), self._patience)
         return os.getppid() == self._parent
 
     def receive(self, wait: float) -> None:
-        """Take the orders of all HTTP processes; with nothing to compute, wait for the next."""
+        """Handle the orders of all HTTP processes; with nothing to compute, wait up to `wait` seconds for one."""
         if wait:
             self._send_updates(Outcome())
             if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * wait))):
@@ -101,9 +101,9 @@ class EngineLoop:
 
     def report(self, outcome: Outcome, seconds: float) -> None:
         """Send a step's updates."""
-        # A step that took long shows how long one may take: the next such must not look like a standstill.
+        # A step as long as this one must not count as stuck.
         self._patience = max(self._patience, 3 * seconds)
-        # A plan that computes nothing is no step: a message for each would flood the HTTP process.
+        # A plan that computes nothing is not reported: one message each would flood the HTTP process.
         self._send_updates(outcome, seconds if outcome or self._engine.last_tokens else 0.0)
         self._has_run = True
         now = self._engine.clock.now()
@@ -111,14 +111,14 @@ class EngineLoop:
             self._collect_garbage(now)
 
     def _wait_for_readers(self) -> None:
-        """Make no step while an HTTP process that reads is far behind: its unread news would fill the memory."""
+        """Run no step while an HTTP process that reads is far behind: unread updates would fill the memory."""
         while any(link.is_behind(self._engine.clock.now()) for link in self._links):
             self._beat.touch(self._engine.clock.now(), self._patience)
             self._poller.poll(_READERS_MS)
             self._take_orders()
 
     def _collect_garbage(self, now: float) -> None:
-        """Make a full collection, once after each time that requests have run; the next is of what is new since."""
+        """Run a full collection, if requests have run since the last one."""
         if not self._has_run:
             return
         self._has_run, self._last_collection = False, now
@@ -127,17 +127,17 @@ class EngineLoop:
         else:
             freeze_loaded()
 
-    # ---- orders in
+    # ---- handling orders
 
     def _take_orders(self) -> None:
         for number, link in enumerate(self._links):
-            for is_here in link.changes():
-                if is_here:
+            for is_connected in link.changes():
+                if is_connected:
                     link.begin()
                     link.send(self._hello)
                     self._stats = None
                 else:
-                    self._leave(link)
+                    self._abort_all(link)
             for order in link.receive():
                 match order:
                     case Submit():
@@ -163,13 +163,13 @@ class EngineLoop:
             self._engine.submit(as_request(name, order))
             link.keys[order.key] = name
         except RequestError as error:
-            link.send(Batch([News(order.key, 0, finish_reason=messages.REFUSED, error=str(error))]))
-        except Exception as error:  # a bug of ours: it must cost this request alone
-            log.exception("a request could not be taken")
-            link.send(messages.Unreadable(order.key, f"the engine could not take the request: {error}"))
+            link.send(StepReport([AnswerUpdate(order.key, 0, finish_reason=messages.REFUSED, error=str(error))]))
+        except Exception as error:  # a bug here must fail only this request
+            log.exception("a request could not be submitted")
+            link.send(messages.Unreadable(order.key, f"the engine could not accept the request: {error}"))
 
     def _answer_questions(self) -> None:
-        """One between two steps, so that nobody is slowed down by another's questions; all where no step is due."""
+        """Answer one question per step, so that questions do not slow requests down; all if no step is due."""
         while self._questions:
             self._explain(*self._questions.popleft())
             if self._engine.has_work and not self._engine.pause:
@@ -177,38 +177,38 @@ class EngineLoop:
 
     def _explain(self, link: Link, order: messages.Explain) -> None:
         def is_asked(request: Request) -> bool:
-            if not request.id.endswith(order.id):  # which is quick, and true of few
+            if not request.id.endswith(order.id):  # a cheap test that few pass
                 return False
             return request.id.split(".", 2)[2] == order.id and order.tenant in (None, request.tenant)
 
         found, unfinished = explain(self._engine.scheduler, is_asked, self._engine.clock.now())
         link.send(messages.Explained(order.question, found, unfinished))
 
-    def _leave(self, link: Link) -> None:
+    def _abort_all(self, link: Link) -> None:
         for name in link.keys.values():
             self._engine.abort(name)
         link.keys.clear()
 
-    # ---- news out
+    # ---- sending updates
 
     def _send_updates(self, outcome: Outcome, took: float = 0.0) -> None:
-        news: dict[int, list[News]] = defaultdict(list)
+        updates: dict[int, list[AnswerUpdate]] = defaultdict(list)
         for event in outcome:
             number, key = address_of(event.sequence.request)
-            if key in self._links[number].keys:  # else it was aborted, and nobody waits for its last event
-                news[number].append(as_news(key, event))
+            if key in self._links[number].keys:  # else it was aborted and its listener dropped
+                updates[number].append(as_update(key, event))
         stats = self._measure(took)
-        told: Stats | None = stats
+        sent: Stats | None = stats
         for number, link in enumerate(self._links):
-            fresh = stats if number == 0 and (took or stats != self._stats) else None
-            if not (news[number] or fresh is not None) or link.tell(news[number], fresh):
+            new_stats = stats if number == 0 and (took or stats != self._stats) else None
+            if not (updates[number] or new_stats is not None) or link.send_updates(updates[number], new_stats):
                 continue
-            told = None if number == 0 else told  # to be told again
+            sent = None if number == 0 else sent  # the first process did not get them: send them again
             if link.keys:
-                log.error("an HTTP process does not read its news: its %d requests are ended", len(link.keys))
-                link.owe_end()
-                self._leave(link)
-        self._stats = told
+                log.error("an HTTP process does not read its updates: its %d requests are aborted", len(link.keys))
+                link.send_ends_later()
+                self._abort_all(link)
+        self._stats = sent
         for event in outcome.events:
             if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
                 number, key = address_of(event.sequence.request)
@@ -243,7 +243,7 @@ class EngineLoop:
             from_host=from_host,
             from_disk=from_disk,
             correlation=scheduler.predictor.correlation,
-            # As many as there are tenants with requests here: a copy, since the last one is compared with the next.
+            # One entry per tenant with requests. A copy, because these stats are compared with the next.
             service=scheduler.policy.service_of_tenants(),
             policy=scheduler.policy.stats(),
         )
@@ -254,13 +254,13 @@ class EngineLoop:
 
 
 def address_of(request: Request) -> tuple[int, int]:
-    """From the name that it has here: which HTTP process it came from, and that one's number for it."""
+    """Return the number of the request's HTTP process and its key there, from its id in the engine."""
     number, key, _ = request.id.split(".", 2)
     return int(number), int(key)
 
 
 def as_request(name: str, order: Submit) -> Request:
-    """Return an order as a request of the core."""
+    """Convert an order to a core request."""
     return Request(
         id=name,
         prompt=order.prompt,
@@ -278,12 +278,12 @@ def as_request(name: str, order: Submit) -> Request:
     )
 
 
-def as_news(key: int, event: Event) -> News:
-    """An event of the core, for the wire."""
+def as_update(key: int, event: Event) -> AnswerUpdate:
+    """Convert a core event to an update message."""
     sequence = event.sequence
-    # Beams have all their tokens before the first is told of.
+    # A beam search has all its tokens before it reports the first.
     is_first = len(sequence.tokens) == sequence.prompt_length + 1 or sequence.is_search
-    return News(
+    return AnswerUpdate(
         key,
         sequence.index,
         event.token,
@@ -303,7 +303,7 @@ def _scored(entry: TokenLogprobs) -> Scored:
 
 
 def start(job: Job) -> tuple[Engine, Hello, float]:
-    """Load the model: the engine, what it serves, and how long its slowest step may take."""
+    """Load the model; return the engine, its Hello and the seconds of its slowest step."""
     from chairlift.core.settings import Settings
     from chairlift.execution.build import build
 
@@ -326,9 +326,9 @@ def start(job: Job) -> tuple[Engine, Hello, float]:
 
 
 def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> None:
-    """Load, then serve; a model that cannot be loaded is told to the HTTP processes in one line."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing to tidy up, and an exception could come anywhere
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
+    """Load the model, then serve; a loading error is sent to the HTTP processes as one line."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing to clean up, and an exception could hit any code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     job = msgspec.json.decode(sys.argv[1], type=Job)
     try:
         engine, hello, slowest = build_engine(job)
@@ -339,7 +339,7 @@ def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> 
         while links and time.monotonic() < deadline:
             links = [link for link in links if not link.send(Broken(str(error)))]
             time.sleep(0.05)
-        time.sleep(0.2)  # a message handed to ZeroMQ is not yet on its way, and LINGER is 0
+        time.sleep(0.2)  # ZeroMQ sends in the background, and LINGER is 0
         sys.exit(3)
     EngineLoop(engine, hello, job, slowest).run()
     if engine.fault is not None:

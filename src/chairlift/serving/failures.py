@@ -1,4 +1,4 @@
-"""What a client is told when there is no answer: a status, and OpenAI's error object."""
+"""Failure: an error response, that is, an HTTP status and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LONGEST = 400  # characters of a message
 
 
 @dataclass(slots=True, eq=False)
-class Failure(ChairliftError):  # noqa: N818  # not every one is an error: some only say "later"
-    """A request that ends without an answer."""
+class Failure(ChairliftError):  # noqa: N818  # a 429 or 503 only asks for a retry
+    """The error response to a request."""
 
     message: str
     status: int
@@ -30,26 +30,26 @@ class Failure(ChairliftError):  # noqa: N818  # not every one is an error: some 
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """OpenAI's error object."""
         message = self.message
-        if len(message) > _LONGEST:  # it names the value that was wrong, which may be as long as a body
+        if len(message) > _LONGEST:  # it quotes the wrong value, which may be as long as a body
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
         return error_object(message, self.kind, self.code, self.param)
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to try again, where that is known, and what else goes with the status."""
+        """Retry-After, where known, and the other headers of this failure."""
         again = {} if not self.retry_after else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
         return {**again, **self.more_headers}
 
 
 def invalid(message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> Failure:
-    """The client asked for something that cannot be."""
+    """Return the failure of an invalid request."""
     return Failure(message, status, "invalid_request_error", code, param)
 
 
 def from_request(error: RequestError) -> Failure:
-    """A refused value; our messages begin with the field's name where one is to blame."""
+    """Return the failure of a RequestError; `param` is its first word if that is the name of a field."""
     if isinstance(error, ContextLengthError):
         return _too_long(error)
     first = error.for_clients.split(" ", 1)[0]
@@ -57,7 +57,7 @@ def from_request(error: RequestError) -> Failure:
 
 
 def _too_long(error: ContextLengthError) -> Failure:
-    """OpenAI's code and counts: clients look for them to shorten a conversation and send it again."""
+    """Use OpenAI's code and wording: clients parse them to shorten a conversation and retry."""
     least, answer = (1, "at least 1") if error.max_tokens is None else (error.max_tokens, f"{error.max_tokens}")
     at_least = "at least " if error.is_estimate else ""
     return invalid(
@@ -70,14 +70,14 @@ def _too_long(error: ContextLengthError) -> Failure:
 
 
 def unavailable(message: str, retry_after: float = 1.0) -> Failure:
-    """Not our client's fault, and it may pass."""
+    """Return the failure of a server that cannot serve at the moment; the client may retry."""
     return Failure(message, 503, "service_unavailable_error", "service_unavailable", retry_after=retry_after)
 
 
 def timed_out(seconds: float) -> Failure:
-    """The request's time is over."""
+    """Return the failure of a request that exceeded its timeout."""
     return Failure(
-        f"the request was not done within its {seconds:g} s: raise timeout, or ask for less",
+        f"the request was not done within its {seconds:g} s: raise timeout, or lower max_tokens",
         408,
         "timeout_error",
         "timeout",
@@ -85,5 +85,5 @@ def timed_out(seconds: float) -> Failure:
 
 
 def broken(message: str) -> Failure:
-    """The engine failed under a request."""
+    """Return the failure of a request that an engine error ended."""
     return Failure(message, 500, "server_error", "engine_error")

@@ -1,4 +1,4 @@
-"""Generation: the engine's updates of one prompt as pieces of text; Answering: all prompts of one HTTP request."""
+"""Generation: turns the engine's updates of one prompt into chunks of text; Answering: all prompts of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chairlift.serving.admission import Ticket
 from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
-from chairlift.serving.messages import REFUSED, News, Submit, decode_top, encode
+from chairlift.serving.messages import REFUSED, AnswerUpdate, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import AnswerPart, OutputPart, decode_entries
 from chairlift.text.outputs import Chunk, RequestOutput
@@ -24,7 +24,7 @@ from chairlift.text.reader import RequestReader, Update
 from chairlift.text.tokenizer import Tokenizer
 
 _FAILED = (REFUSED, FinishReason.ERROR.value, FinishReason.ABORT.value)
-_AT_ONCE = 64 << 10  # bytes of pieces that are written in one go
+_AT_ONCE = 64 << 10  # bytes of chunks per write
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all prompts of a call have in common: its name, and what policies go by."""
+    """Fields that all prompts of a call share: its id, and the inputs of scheduling policies."""
 
     id: str
     endpoint: str
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
-    ttft: float | None = None  # seconds from its arrival to its first token, as it was promised
-    salt: str = ""  # whose prefixes they may share
+    ttft: float | None = None  # target in seconds from arrival to the first token
+    salt: str = ""  # only requests with the same salt share prefixes
 
 
 class Generation:
-    """One prompt's answers."""
+    """The answers to one prompt."""
 
     def __init__(self, group: Answering, asked: Asked, first_choice: int, ticket: Ticket) -> None:
         self.asked = asked
@@ -72,17 +72,19 @@ class Generation:
             keep_scores=group.streams,
         )
         self.output = self._reader.output
-        # Log-probabilities of a whole reply, as the engine sent them: a text process decodes them.
+        # Log-probabilities of a reply that is not streamed, still encoded: a text process decodes them.
         self._scores: list[list[bytes]] = [[] for _ in self.output.outputs]
         self._prompt_scores: list[tuple[int, bytes]] = []
-        self._order = {id(answer): index for index, answer in enumerate(self.output.outputs)}  # before they are ranked
+        self._order = {
+            id(answer): index for index, answer in enumerate(self.output.outputs)
+        }  # index before a beam search sorts the answers
         self._last_token = [0.0] * len(self._scores)
-        # A beam that is not among the n best has cost as much as one that is.
+        # A beam that is not among the n best costs as much as one that is.
         self._cost = -(-params.width // params.n) if params.use_beam_search else 1
         self._has_ended = False
 
     def submit(self) -> None:
-        """Send it to the engine."""
+        """Send the prompt to the engine."""
         asked, params, terms = self.asked, self.asked.params, self._group.terms
         order = Submit(
             key=self._key,
@@ -101,57 +103,57 @@ class Generation:
             salt=terms.salt,
         )
         self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
-        if not self._has_ended:  # the engine may have been lost with the prompt before
+        if not self._has_ended:  # the engine may have ended while the previous prompt was sent
             self._group.client.submit(order, self)
 
-    # ---- what the engine says
+    # ---- called by EngineClient
 
-    def take(self, news: News) -> None:
-        """Read an update at once, so that a stop string ends its answer before another step is planned."""
-        if news.finish_reason in _FAILED:
-            told = news.error or "the request was ended by the engine"
-            self._fail(from_request(RequestError(told)) if news.finish_reason == REFUSED else broken(told))
+    def take(self, update: AnswerUpdate) -> None:
+        """Read an update at once, so that a stop string ends the answer before another step is planned."""
+        if update.finish_reason in _FAILED:
+            message = update.error or "the engine aborted the request"
+            self._fail(from_request(RequestError(message)) if update.finish_reason == REFUSED else broken(message))
             return
-        is_plain = news.finish_reason is None and news.logprobs is None and news.prompt_logprobs is None
-        if is_plain and news.token is not None:  # as nearly every update
-            update = Update(news.index, (news.token,), None, (), None, None, news.started, news.cached)
+        is_plain = update.finish_reason is None and update.logprobs is None and update.prompt_logprobs is None
+        if is_plain and update.token is not None:  # nearly every update
+            text_update = Update(update.index, (update.token,), None, (), None, None, update.started, update.cached)
         else:
-            update = self._update(news)
-        chunk = self._reader.read(update, time.monotonic)
+            text_update = self._text_update(update)
+        chunk = self._reader.read(text_update, time.monotonic)
         if chunk is None:
             return
-        self._count(news.index, len(chunk.token_ids))
-        if chunk.finish_reason is not None and news.finish_reason is None:
-            self._group.client.stop(self._key, news.index)
+        self._count(update.index, len(chunk.token_ids))
+        if chunk.finish_reason is not None and update.finish_reason is None:
+            self._group.client.stop(self._key, update.index)
         if self._group.streams:
-            answer = self.output.outputs[news.index]
+            answer = self.output.outputs[update.index]
             if answer.logprobs:
-                answer.logprobs.clear()  # sent once, and not kept
+                answer.logprobs.clear()  # the chunk holds them: they are sent once
             chunk.index += self._first_choice
             self._group.push(chunk)
-        elif news.logprobs is not None and self.asked.params.logprobs is not None:
-            self._scores[news.index].append(encode(news.logprobs))
+        elif update.logprobs is not None and self.asked.params.logprobs is not None:
+            self._scores[update.index].append(encode(update.logprobs))
         if self.output.finished:
             self._end(str(chunk.finish_reason))
 
-    def _update(self, news: News) -> Update:
-        """Return the update with the log-probabilities that are read here: those of a stream, few as they are."""
-        scored, prompt_scores, streams = news.logprobs, None, self._group.streams
+    def _text_update(self, update: AnswerUpdate) -> Update:
+        """Convert an update, and decode its log-probabilities if they are streamed."""
+        scored, prompt_scores, streams = update.logprobs, None, self._group.streams
         scores: tuple[TokenLogprobs, ...] = ()
         if scored is not None:
             top = decode_top(scored.top) if streams else []
             scores = (TokenLogprobs(scored.token, scored.logprob, scored.rank, top),)
-        if (told := news.prompt_logprobs) is not None:
+        if (packed := update.prompt_logprobs) is not None:
             if streams:
-                prompt_scores = PromptLogprobs(told.start, decode_entries(told.entries))
+                prompt_scores = PromptLogprobs(packed.start, decode_entries(packed.entries))
             else:
-                self._prompt_scores.append((told.start, bytes(told.entries)))
-        tokens = () if news.token is None else (news.token,)
-        reason = None if news.finish_reason is None else FinishReason(news.finish_reason)
-        return Update(news.index, tokens, reason, scores, prompt_scores, news.error, news.started, news.cached)
+                self._prompt_scores.append((packed.start, bytes(packed.entries)))
+        tokens = () if update.token is None else (update.token,)
+        reason = None if update.finish_reason is None else FinishReason(update.finish_reason)
+        return Update(update.index, tokens, reason, scores, prompt_scores, update.error, update.started, update.cached)
 
     def part(self) -> OutputPart:
-        """Return the prompt and its answers, for a whole reply."""
+        """Return the prompt and its answers, for a reply that is not streamed."""
         params, output = self.asked.params, self.output
         return OutputPart(
             output.prompt,
@@ -173,15 +175,15 @@ class Generation:
         )
 
     def lose(self, message: str) -> None:
-        """The engine is gone."""
+        """Fail with 503: the engine process has ended."""
         self._fail(unavailable(message))
 
     def fail(self, message: str) -> None:
-        """The engine could not take it."""
+        """Fail with 500: the request or an update could not be handled."""
         self._fail(broken(message))
 
     def _count(self, index: int, tokens: int) -> None:
-        """Record the time between tokens; those of one update arrive together."""
+        """Record the time between tokens; tokens of one update have 0 between them."""
         now, metrics, group = time.monotonic(), self.output.metrics, self._group
         if metrics.output_tokens == tokens:
             self._ticket.started(now)
@@ -194,10 +196,10 @@ class Generation:
             group.metrics.between_tokens(0.0)
         self._ticket.count(tokens * self._cost)
 
-    # ---- its end
+    # ---- ending
 
     def abort(self) -> None:
-        """End it: its client reads no more of it."""
+        """Abort the prompt's requests in the engine, unless they have ended."""
         if not self._has_ended:
             self._group.client.abort(self._key)
             self._reader.end(FinishReason.ABORT, None, time.monotonic)
@@ -211,7 +213,7 @@ class Generation:
             self._group.fail(failure)
 
     def _end(self, reason: str) -> None:
-        """Count it as ended, exactly once."""
+        """Record the end in metrics, exactly once."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -232,29 +234,29 @@ class Generation:
         self._group.wake()
 
     def release(self) -> None:
-        """Give its place back: the client has the answer, or is gone."""
+        """Release its ticket: the client has read the answer or disconnected."""
         self._ticket.release(time.monotonic())
 
 
 @dataclass(slots=True, eq=False)
 class Answering:
-    """All generations of one HTTP request, and what of them the client has not been sent yet."""
+    """All generations of one HTTP request, and the chunks that have not been sent to the client."""
 
     client: EngineClient
     metrics: Metrics
     tokenizer: Tokenizer | None
     terms: Terms
     timeout: float | None
-    streams: bool  # whether the client gets pieces
+    streams: bool  # whether the reply is streamed
     backlog: Backlog = field(default_factory=Backlog)
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None
     _pending: deque[Chunk] = field(default_factory=deque)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
-        """Admit and submit every prompt, or none."""
+        """Admit and submit all prompts, or none."""
         choice = 0
         for each, ticket in zip(asked, admit(asked), strict=True):
             self.generations.append(Generation(self, each, choice, ticket))
@@ -273,27 +275,27 @@ class Answering:
         return all(generation.output.finished for generation in self.generations)
 
     async def finish(self) -> None:
-        """Wait for every answer's end; a Failure is raised."""
+        """Wait until every answer has ended; raise the Failure if there is one."""
         async for _ in self.pieces():
             pass
 
     async def pieces(self) -> AsyncIterator[list[Chunk]]:
-        """What comes, as it comes; whoever is slow to take it gets more at once. A Failure is raised."""
-        deadline = None if self.timeout is None else asyncio.get_running_loop().time() + self._left()
+        """Iterate over the chunks; those that arrived since the last iteration are merged. May raise a Failure."""
+        deadline = None if self.timeout is None else asyncio.get_running_loop().time() + self._seconds_left()
         try:
             while True:
                 if self._pending:
                     yield merged(self._take())
-                    if self._pending:  # a client that catches up must not hold up the others
+                    if self._pending:  # a client with many pending chunks must not delay others
                         await asyncio.sleep(0)
                 elif self.failure is not None:
                     raise self.failure
                 elif self.is_done:
                     return
                 else:
-                    self._news.clear()
+                    self._changed.clear()
                     async with asyncio.timeout_at(deadline):
-                        await self._news.wait()
+                        await self._changed.wait()
         except TimeoutError:
             self.metrics.refused("timeout")
             self.abort()
@@ -301,18 +303,18 @@ class Answering:
         finally:
             self.abort()
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         assert self.timeout is not None
         return self.timeout - (time.monotonic() - self.arrival)
 
     def push(self, piece: Chunk) -> None:
-        """Keep a piece until the client is ready for it, within bounds."""
+        """Keep a chunk until it can be sent; fail if the backlog is full."""
         self._pending.append(piece)
         self.backlog.size += size_of(piece)
         if self.backlog.is_full:
-            told = f"the client left {self.backlog.size:,} bytes unread: read faster, or ask for less"
+            message = f"the client left {self.backlog.size:,} bytes unread: read faster, or lower max_tokens"
             self._drop()
-            self.fail(Failure(told, 408, "timeout_error", "slow_reader"))
+            self.fail(Failure(message, 408, "timeout_error", "slow_reader"))
         self.wake()
 
     def _take(self) -> list[Chunk]:
@@ -328,34 +330,34 @@ class Answering:
         self._pending.clear()
 
     def fail(self, failure: Failure) -> None:
-        """End all of it for one reason."""
+        """Abort all generations and keep the first failure."""
         self.failure = self.failure or failure
         self.abort()
         self.wake()
 
     def abort(self) -> None:
-        """End what still runs."""
+        """Abort the generations that still run."""
         for generation in self.generations:
             generation.abort()
 
     def close(self) -> None:
-        """End what still runs, and keep nothing of it: the client has it all, or is gone."""
+        """Abort, drop pending chunks and release the tickets: the client has read the reply or disconnected."""
         self.abort()
         self._drop()
         self.release()
 
     def release(self) -> None:
-        """Give back the places of its requests."""
+        """Release the tickets of all generations."""
         for generation in self.generations:
             generation.release()
 
     def wake(self) -> None:
-        """There is news."""
-        self._news.set()
+        """Wake `pieces`: there is a chunk, a failure or an end."""
+        self._changed.set()
 
 
 def merged(pieces: list[Chunk]) -> list[Chunk]:
-    """Pieces of the same answer as one, in the order in which the answers first appear."""
+    """Join the chunks of each answer, in the order in which the answers first appear."""
     if len(pieces) == 1:
         return pieces
     found: dict[int, Chunk] = {}

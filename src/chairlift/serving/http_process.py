@@ -1,4 +1,4 @@
-"""A further HTTP process: the same app on the same listening socket, with its own line to the engine."""
+"""A further HTTP process: the same app on the same listening socket, with its own connection to the engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from chairlift.serving.workers import Inherited
 
 
 async def serve(plan: Plan, worker: int, inherited: Inherited) -> None:
-    """Wait for the engine, then serve until told to stop or until the first process is gone."""
+    """Wait for the engine, then serve until a signal or until the parent process ends."""
     keyring = msgspec.json.decode(read_all(inherited.keys), type=Keyring | None)
     accounts = Accounts.shared(tenants_of(keyring), plan.workers, worker, inherited.accounts)
     listener = socket.socket(fileno=inherited.listener)
     process = HttpProcess(plan, worker, listener, Beat(inherited.beat), keyring, accounts)
     await process.client.open()
-    watch = asyncio.create_task(_leave_with_parent(os.getppid()))
+    watch = asyncio.create_task(_exit_with_parent(os.getppid()))
     while process.client.hello is None:
         await process.client.wait()
     with contextlib.suppress(asyncio.CancelledError):
@@ -35,7 +35,7 @@ async def serve(plan: Plan, worker: int, inherited: Inherited) -> None:
     watch.cancel()
 
 
-async def _leave_with_parent(parent: int) -> None:
+async def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         await asyncio.sleep(1)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""API keys: who may use the server, and how much of it. Only a key's sha256 is kept; docs/keys.md is for users."""
+"""API keys and the limits of their tenants. Only a key's sha256 is kept; docs/keys.md is for users."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from chairlift.openai.options import LONGEST
 
 VARIABLE = "CHAIRLIFT_API_KEYS"
 FLAG = "--api-key"
-DEFAULT = "default"  # the tenant of keys that name none
+DEFAULT = "default"  # the tenant of keys without a tenant
 SHORTEST_KEY = 8
 _LOWEST = {"max_concurrent": 1, "tokens_per_minute": 1, "max_priority": 0}
 _WEIGHTS = 0.001, 1000.0
 _KNOWN = ("key", "sha256", "tenant", "admin", *_LOWEST, "weight", "ttft")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_KEY = re.compile(r"[!-~]+")  # what a header can carry in one word
+_KEY = re.compile(r"[!-~]+")  # printable ASCII without spaces, as a header can carry it
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FIELD = re.compile(r"[A-Za-z_]{1,32}")
@@ -34,41 +34,41 @@ _POSITION = re.compile(r"\(at [a-z0-9, ]+\)$")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose requests these are, their limits (None is no limit) and what they are due."""
+    """The owner of API keys: its limits (None is no limit), and its weight and target for scheduling."""
 
     name: str
     is_admin: bool = False
     max_concurrent: int | None = None
     tokens_per_minute: int | None = None
     max_priority: int | None = None
-    weight: float = 1.0  # its share under the fair policy, against that of others
-    ttft: float | None = None  # seconds within which a first token is due, under the deadline policy
+    weight: float = 1.0  # share of service under the fair policy, relative to other tenants
+    ttft: float | None = None  # target in seconds to the first token, under the deadline policy
 
     @property
     def limits(self) -> tuple[float | None, ...]:
-        """All that two keys of one tenant must agree on."""
+        """The fields that must be equal in all keys of a tenant."""
         return self.max_concurrent, self.tokens_per_minute, self.max_priority, self.weight, self.ttft
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    place: str  # where it was written: messages name this, since anything else could be a key in the wrong place
+    place: str  # the only text that messages quote: any field could hold a key by mistake
     digest: bytes = field(repr=False)
     tenant: Tenant
 
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """All keys that open the server."""
+    """All valid API keys."""
 
     entries: tuple[_Entry, ...]
     warnings: tuple[str, ...] = ()
 
     @staticmethod
     def read(file: Path | None, environment: Mapping[str, str], digest: str | None = None) -> Keyring | None:
-        """The keys of a file, of CHAIRLIFT_API_KEYS and of --api-key together; None when none is given: all may enter.
+        """Read the keys of a file, of CHAIRLIFT_API_KEYS and of --api-key; None, if none is given, needs no key.
 
-        `digest` is that of --api-key, whose tenant is `default` and an administrator.
+        `digest` is the sha256 of --api-key; its tenant is `default`, with admin rights.
 
         >>> Keyring.read(None, {"CHAIRLIFT_API_KEYS": "alice:sk-12345678"}).find("Bearer sk-12345678").name
         'alice'
@@ -88,21 +88,21 @@ class Keyring:
         return Keyring(tuple(entries), tuple(warnings))
 
     def find(self, authorization: str | None) -> Tenant | None:
-        """Whose key an Authorization header holds, if it is one of ours."""
+        """Return the tenant of the key in an Authorization header, or None if the key is not valid."""
         scheme, _, offered = (authorization or "").strip().partition(" ")
         offered = offered.strip()
         if scheme.lower() != "bearer" or not offered:
             return None
         digest = hashlib.sha256(offered.encode("utf-8", "surrogatepass")).digest()
         found = None
-        for entry in self.entries:  # all of them, so that the time taken does not tell which one it was
+        for entry in self.entries:  # no early exit: the time taken must not reveal which key matched
             if hmac.compare_digest(entry.digest, digest):
                 found = entry.tenant
         return found
 
 
 def digest_of(key: str) -> str:
-    """The sha256 of --api-key: the key itself is passed on to no other process."""
+    """Return the sha256 of --api-key: the key itself is passed to no other process."""
     return _digest(FLAG, key).hex()
 
 
@@ -123,7 +123,7 @@ def _file_entries(file: Path, text: bytes) -> list[_Entry]:
     try:
         parsed = tomllib.loads(text.decode())
     except UnicodeDecodeError:
-        raise SettingsError(f"the key file {file} is not UTF-8: save it as that") from None
+        raise SettingsError(f"the key file {file} is not UTF-8: save it as UTF-8") from None
     except (ValueError, RecursionError) as error:
         position = _POSITION.search(str(error))  # the rest of the message may quote the file
         where = f" {position[0]}" if position else ""
@@ -132,7 +132,7 @@ def _file_entries(file: Path, text: bytes) -> list[_Entry]:
     if parsed:
         raise SettingsError(f"the key file {file} has more than [[key]] entries: put each field below a [[key]]")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise SettingsError(f"the key file {file} has a key that is no entry: begin each with [[key]] in two brackets")
+        raise SettingsError(f"the key file {file} has a key that is not a table: use [[key]] in two brackets")
     if not tables:
         raise SettingsError(f"the key file {file} has no keys: add a [[key]] with a key and a tenant, or leave it out")
     return [_file_entry(f"[[key]] {number} of {file}", table) for number, table in enumerate(tables, 1)]
@@ -149,7 +149,7 @@ def _file_entry(place: str, table: dict[str, Any]) -> _Entry:
         raise SettingsError(f'{place} has no tenant: add tenant = "name"')
     is_admin = table.get("admin", False)
     if not isinstance(is_admin, bool):
-        raise SettingsError(f"{place} has an admin that is no boolean: use true or false")
+        raise SettingsError(f"{place} has an admin that is not a boolean: use true or false")
     limits: dict[str, Any] = {name: _limit(place, name, table[name]) for name in _LOWEST if name in table}
     if "weight" in table:
         limits["weight"] = _weight(place, table["weight"])
@@ -160,9 +160,9 @@ def _file_entry(place: str, table: dict[str, Any]) -> _Entry:
 
 
 def _environment_entries(text: str) -> list[_Entry]:
-    # An empty variable is most likely a secret that did not arrive: to open the server then would be the worst answer.
+    # An empty variable is most likely a missing secret: serving without keys would then be unsafe.
     if not text.strip():
-        raise SettingsError(f"{VARIABLE} is empty: give tenant:key, or unset it to let everybody in")
+        raise SettingsError(f"{VARIABLE} is empty: give tenant:key, or unset it to serve without keys")
     entries = []
     for number, each in enumerate(text.split(","), 1):
         place = f"entry {number} of {VARIABLE}"
@@ -195,14 +195,14 @@ def _digest(place: str, key: Any) -> bytes:
 
 def _hex_digest(place: str, text: Any) -> bytes:
     if not isinstance(text, str) or not _DIGEST.fullmatch(text):
-        raise SettingsError(f"{place} has a sha256 that is none: use 64 hexadecimal digits")
+        raise SettingsError(f"{place} has an invalid sha256: use 64 hexadecimal digits")
     return bytes.fromhex(text)
 
 
 def _limit(place: str, name: str, value: Any) -> int:
     lowest = _LOWEST[name]
     if not isinstance(value, int) or isinstance(value, bool):
-        raise SettingsError(f"{place} has a {name} that is no whole number: use {lowest} or more, or leave it out")
+        raise SettingsError(f"{place} has a {name} that is not a whole number: use {lowest} or more, or leave it out")
     if value < lowest:
         raise SettingsError(f"{place} has {name} = {value}: use {lowest} or more, or leave it out")
     return value
@@ -212,7 +212,7 @@ def _weight(place: str, value: Any) -> float:
     lowest, highest = _WEIGHTS
     allowed = f"use {lowest:g} to {highest:g}, or leave it out"
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise SettingsError(f"{place} has a weight that is no number: {allowed}")
+        raise SettingsError(f"{place} has a weight that is not a number: {allowed}")
     if not lowest <= value <= highest:
         raise SettingsError(f"{place} has weight = {value}: {allowed}")
     return float(value)
@@ -223,7 +223,7 @@ def _seconds(place: str, value: Any) -> float:
     if isinstance(value, str) and (found := _TIME.fullmatch(value)):
         value = float(found[1]) / (1000 if found[2] == "ms" else 1)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise SettingsError(f"{place} has a ttft that is no time: {allowed}")
+        raise SettingsError(f"{place} has a ttft that is not a time: {allowed}")
     if not 0 < value <= LONGEST:
         raise SettingsError(f"{place} has ttft = {value} s: it must be above 0 and up to {LONGEST:.0f}; {allowed}")
     return float(value)
@@ -239,7 +239,7 @@ def _check_together(entries: list[_Entry]) -> None:
         same_name = by_name.setdefault(entry.tenant.name, entry)
         if same_name.tenant.limits != entry.tenant.limits:
             raise SettingsError(
-                f"{same_name.place} and {entry.place} are of one tenant with different limits: make them equal"
+                f"{same_name.place} and {entry.place} have the same tenant but different limits: make them equal"
             )
 
 

@@ -1,8 +1,8 @@
-"""Accepting connections, within the limit of open files, and ending those that keep the server waiting.
+"""Acceptor accepts connections within the limit of open files; Connections closes clients that send or read too slowly.
 
-The number of connections stays below the limit of open files, so that there is always a descriptor for a health check,
-a log or the next engine process. When all are taken, the connection that has been without a request for longest is
-closed for a new one; where every connection has a request, a new one may only use open routes.
+The number of connections stays below the limit of open files, so that a descriptor is always left for a health check,
+a log or the next engine process. At the limit, the connection that has had no request for longest is closed to accept
+a new one; if every connection has a request, a new one may only use open routes.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from contextlib import suppress
 from pathlib import Path
 
 from chairlift.core.errors import SettingsError
-from chairlift.serving.connection import Connection, Turns
+from chairlift.serving.connection import Connection, ParseQueue
 
 log = logging.getLogger("chairlift")
 
-_FILES = 1 << 16  # that may be open: a connection for each request that waits or runs, and some for everything else
-SPARE_FILES = 64  # open files that are not connections: pipes and sockets of other processes, logs, those being closed
-EXTRA = 32  # connections beyond the number, on which open routes are served
-_ACCEPTS = 32  # in one turn of the event loop
-_RETRY = 0.2  # seconds until the next try after the system refused a descriptor
-_SWEEP = 0.5  # seconds between two looks at all connections
-HEAD_SECONDS = 20.0  # for a client to send a request's head, from the connection or from its first byte
-LINGER_SECONDS = 2.0  # for a refused client to stop sending
-STALL_SECONDS = 30.0  # without a byte taken by a client for which there are some
-MOST_UNREAD = 256 << 20  # bytes in memory for all clients that have not read them
+_FILES = 1 << 16  # limit of open files to ask for: one per waiting or running request, and some for the rest
+SPARE_FILES = 64  # descriptors kept for pipes and sockets of other processes, logs, closing connections
+EXTRA = 32  # connections beyond the limit, on which only open routes are served
+_ACCEPTS = 32  # per iteration of the event loop
+_RETRY = 0.2  # seconds to pause after accept() has failed
+_SWEEP = 0.5  # seconds between two checks of all connections
+HEAD_SECONDS = 20.0  # to receive a request's head, from the connection's start or the head's first byte
+LINGER_SECONDS = 2.0  # for a client to stop sending a rejected request
+STALL_SECONDS = 30.0  # without a byte read by a client that has unread bytes
+MOST_UNREAD = 256 << 20  # bytes in memory that all clients have not read
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 def allow_files() -> None:
-    """Raise this process's limit of open files: the usual 1,024 are too few for a queue of thousands."""
+    """Raise this process's limit of open files: the usual 1,024 is too low for thousands of waiting requests."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -43,7 +43,7 @@ def allow_files() -> None:
 
 
 def most_connections() -> int:
-    """Return how many connections leave enough descriptors for everything else."""
+    """Return the limit of connections that keeps enough descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _FILES if soft == resource.RLIM_INFINITY else min(_FILES, soft)
     most = limit - _open_files() - SPARE_FILES - EXTRA
@@ -56,7 +56,7 @@ def most_connections() -> int:
 def _open_files() -> int:
     try:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:  # not on every system
+    except OSError:  # the system has no /proc
         return SPARE_FILES
 
 
@@ -65,47 +65,47 @@ class Connections:
 
     def __init__(self, most: int, closed: Callable[[str], None] = lambda reason: None) -> None:
         self.most = most
-        self.turns = Turns()
+        self.parse_queue = ParseQueue()
         self._closed = closed
-        self._opening: dict[Connection, asyncio.Task[None]] = {}  # the first that came first
+        self._opening: dict[Connection, asyncio.Task[None]] = {}  # oldest first
         self._all: set[Connection] = set()
-        self._without_request: dict[Connection, None] = {}  # the longest first
+        self._without_request: dict[Connection, None] = {}  # idle for longest first
 
     def __len__(self) -> int:
         return len(self._all) + len(self._opening)
 
     def open(self, connection: Connection, task: asyncio.Task[None]) -> None:
-        """Count a connection that is not ready yet: a TLS handshake may come first."""
+        """Add a connection that is not ready: it may need a TLS handshake."""
         self._opening[connection] = task
 
     def add(self, connection: Connection) -> None:
-        """Count a connection that is ready."""
+        """Add a connection that is ready."""
         self._opening.pop(connection, None)
         self._all.add(connection)
         self._without_request[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Stop counting a connection."""
+        """Remove a connection."""
         self._opening.pop(connection, None)
         self._all.discard(connection)
         self._without_request.pop(connection, None)
 
     def serve(self, connection: Connection) -> None:
-        """A connection's request has come whole: it stays."""
+        """Protect a connection from eviction: its request has arrived whole."""
         self._without_request.pop(connection, None)
 
     def wait(self, connection: Connection) -> None:
-        """A connection's request is answered: it is the last that would be closed for a new one."""
+        """Make a connection the last to be evicted: its request has been answered."""
         self._without_request.pop(connection, None)
         self._without_request[connection] = None
 
     @property
     def is_quiet(self) -> bool:
-        """Whether all that was asked is answered, and read."""
+        """Whether every request has been answered and every response read."""
         return all(each in self._without_request and not each.unread for each in self._all)
 
     def make_room(self) -> bool:
-        """Whether there is room for a new connection, if need be in the place of one without a request."""
+        """Return whether a new connection fits; at the limit, evict one without a request."""
         if len(self) < self.most:
             return True
         if self._without_request:
@@ -122,7 +122,7 @@ class Connections:
         connection.wire.abort()
 
     async def watch(self) -> None:
-        """End, for ever, the connections that keep the server waiting."""
+        """Close connections that exceed a time or memory limit, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SWEEP)
@@ -145,7 +145,7 @@ class Connections:
                 unread.append((stalled, each.unread, each))
         excess = sum(size for _, size, _ in unread) - MOST_UNREAD
         if excess > 0:
-            # First the clients that have read nothing for longest, then those with most to read.
+            # Close first the clients that have read nothing for longest, then the clients with most unread bytes.
             for _, size, each in sorted(unread, key=lambda found: found[:2], reverse=True):
                 self._end(each, "unread")
                 excess -= size
@@ -177,7 +177,7 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept nothing more."""
+        """Stop accepting."""
         if self._again is not None:
             self._again.cancel()
         self._loop.remove_reader(self._listener)
@@ -210,5 +210,5 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=seconds
             )
-        except (OSError, asyncio.CancelledError):  # the client is gone, speaks no TLS, or had to make room
+        except (OSError, asyncio.CancelledError):  # the client disconnected, failed the TLS handshake, or was evicted
             self._connections.remove(connection)

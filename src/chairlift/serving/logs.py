@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line, or words for a person at a terminal."""
+"""Logs: one JSON object per line, or plain text on a terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-_EXTRAS = ("request_id", "tenant", "seconds", "code", "why")  # the last two: of a request that was refused or failed
-_KINDS = 1000  # of messages that are counted at a time
+_EXTRAS = ("request_id", "tenant", "seconds", "code", "why")  # code and why: of a rejected or failed request
+_KINDS = 1000  # most kinds of messages that are counted at a time
 
 
 def printable(text: str) -> str:
-    """The text in one line, without control characters: it may hold what a client sent.
+    """Escape line breaks and control characters: the text may hold what a client sent.
 
     >>> printable("a\\nb\\x1b[2J")
     'a\\\\nb\\\\x1b[2J'
@@ -24,10 +24,10 @@ def printable(text: str) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """For machines: time, level, message, and what the request was called."""
+    """Format records as JSON: time, level, message and the request's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return one line."""
         entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
@@ -40,10 +40,10 @@ class JsonLines(logging.Formatter):
 
 
 class Words(logging.Formatter):
-    """For people."""
+    """Format records as plain text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, or several where something broke."""
+        """Return one line, followed by the traceback of an exception."""
         extras = " ".join(f"{name}={value}" for name in _EXTRAS if (value := getattr(record, name, None)) is not None)
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.getMessage()} {extras}".rstrip()
         line = printable(line)
@@ -51,19 +51,19 @@ class Words(logging.Formatter):
 
 
 class Limited(logging.Filter):
-    """Lets a few records of each kind pass in a minute, and then says how many it dropped.
+    """Passes at most `most` warnings of each kind per minute, and then logs how many it dropped.
 
-    A kind is a message before its values are put in. What a client can cause must not fill a disk, however often it
-    does. The access log passes: it has one line for each request.
+    A kind is a message before its values are inserted. Repeated errors that a client causes must not fill a disk. The
+    access log is not limited: it has one line per request.
     """
 
     def __init__(self, most: int = 60, period: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._most, self._period, self._clock = most, period, clock
-        self._kinds: dict[object, tuple[float, int]] = {}  # when each one's minute began, and how many came since
+        self._kinds: dict[object, tuple[float, int]] = {}  # start of the current minute, and records since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write it."""
+        """Return whether to write the record."""
         if record.levelno < logging.WARNING:
             return True
         now = self._clock()
@@ -80,7 +80,7 @@ class Limited(logging.Filter):
 
 
 def set_up(kind: str, level: str) -> None:
-    """Send our logs to stderr; `auto` is words on a terminal and JSON elsewhere."""
+    """Send the server's logs to stderr; `auto` is plain text on a terminal and JSON elsewhere."""
     handler = logging.StreamHandler()
     handler.setFormatter(Words() if kind == "words" or (kind == "auto" and sys.stderr.isatty()) else JsonLines())
     handler.addFilter(Limited())

@@ -1,8 +1,8 @@
-"""What crosses between an HTTP process and the engine's: numbers and names, typed and bounded; no prompt, no answer.
+"""Messages between an HTTP process and the engine process: typed and bounded token ids and names, no text.
 
-Each is a msgspec struct, written as a MessagePack array behind a tag. An order that does not fit its type is a bug or
-an attack: it never reaches the scheduler, and its sender is told so (Unreadable). SamplingParams are the core's own
-dataclass, whose fields are not repeated here.
+Each is a msgspec struct, encoded as a MessagePack array that starts with a tag. An order that does not match its type
+is a bug or an attack: it never reaches the scheduler, and its sender gets an Unreadable. SamplingParams is the core's
+own dataclass, so its fields are not repeated here.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from chairlift.core.explain import MOST, Standing
 from chairlift.core.params import SamplingParams
 
 MAX_MESSAGE = 64 << 20  # bytes
-REFUSED = "refused"  # how a request ends that the engine did not take: its error is its client's
+REFUSED = "refused"  # finish_reason of a request that the engine rejected: the client's error
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Name = Annotated[str, Meta(max_length=128)]  # of a request, as its client knows it
+Name = Annotated[str, Meta(max_length=128)]  # id of a request, as its client knows it
 TenantName = Annotated[str, Meta(max_length=64)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
-Salt = Annotated[str, Meta(max_length=64 + 1 + 256)]  # a tenant's name and its client's cache_salt
+Salt = Annotated[str, Meta(max_length=64 + 1 + 256)]  # tenant name, slash, cache_salt
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request: a prompt in token ids, its SamplingParams without those of the text, and what policies read."""
+    """Submit a request: prompt token ids, SamplingParams without text fields, and inputs of scheduling policies."""
 
-    key: Key  # the sender's own number for it
+    key: Key  # the sender's number for the request
     id: Name
     prompt: Annotated[list[Token], Meta(max_length=1 << 22)]
-    params: SamplingParams  # checks its own ranges and lengths as it is decoded, with a RequestError
+    params: SamplingParams  # validated while it is decoded: raises RequestError
     arrival: float = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     eos_ids: Annotated[list[Token], Meta(max_length=1 << 12)] = []
@@ -40,40 +40,40 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     tenant: TenantName = ""
     weight: Annotated[float, Meta(gt=0)] = 1.0
     priority: Priority = 0
-    deadline: float | None = None  # of the first token, on the clock of `arrival`
+    deadline: float | None = None  # time by which the first token is due, on the clock of `arrival`
     endpoint: Annotated[str, Meta(max_length=16)] = ""
     salt: Salt = ""  # requests with the same salt may share prefixes
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The client has left, or its time is over."""
+    """Abort a request: its client disconnected, or it timed out."""
 
     key: Key
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """One answer's text has met a stop string."""
+    """End one answer: its text contains a stop string."""
 
     key: Key
     index: Index
 
 
 class Explain(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Where is a request, and why does it wait? Whichever HTTP process it came through."""
+    """Ask for the state of a request and the reason why it waits; any HTTP process may have submitted it."""
 
-    question: Key  # the sender's own number for it
+    question: Key  # the sender's number for the question
     id: Name
-    tenant: TenantName | None  # whose it must be; None: anybody's
+    tenant: TenantName | None  # the required owner; None: any
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Let no later prompt share what has been computed so far."""
+    """Empty the prefix cache."""
 
     question: Key
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """So many bytes of reports have been read, in all, of the engine that is connected."""
+    """Acknowledge the total bytes of reports read from the connected engine."""
 
     total: Annotated[int, Meta(ge=0)]
 
@@ -87,7 +87,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     token: Token
     logprob: float
     rank: int
-    top: msgspec.Raw  # token ids and log-probabilities, in bytes that only the writer of the reply decodes
+    top: msgspec.Raw  # token ids and log-probabilities, decoded only where the reply is written
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True):
@@ -97,26 +97,26 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
     entries: msgspec.Raw  # each a token, its log-probability, its rank and the alternatives
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
-    """What happened to one answer in one step."""
+class AnswerUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """Update of one answer: its token of a step, its end or an error."""
 
     key: Key
     index: Index
     token: Token | None = None
     finish_reason: str | None = None
-    started: float | None = None  # when it took its seat in the batch; with the first token only
-    cached: int = 0  # prompt tokens that the prefix cache had then; with the first token only
+    started: float | None = None  # when it was admitted to the batch; with the first token only
+    cached: int = 0  # prompt tokens found in the prefix cache; with the first token only
     logprobs: Scored | None = None
     prompt_logprobs: PromptScores | None = None
     error: str | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """How the engine stands after a step, and how its requests have fared since it started."""
+    """Statistics of the engine after a step, and its counters since it started."""
 
     running: int
     waiting: int
-    free_blocks: int  # of no use to anybody
+    free_blocks: int  # neither owned by a sequence nor cached
     total_blocks: int
     submitted: int
     finished: int
@@ -124,25 +124,25 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     rejected: int
     failed: int
     preemptions: int
-    step_seconds: float = 0.0  # of the step just done; 0 when there was none
+    step_seconds: float = 0.0  # of the last step; 0 if none ran
     step_tokens: int = 0
-    blocked_by: str = ""  # what keeps the next request waiting
-    swapped_out: int = 0  # blocks that went to host memory
+    blocked_by: str = ""  # why the next request is not admitted
+    swapped_out: int = 0  # blocks, to host memory
     swapped_in: int = 0
-    cached_blocks: int = 0  # held by nobody, but of use to the prefix cache
-    queried_tokens: int = 0  # of prompts, looked up in the prefix cache
-    cached_tokens: int = 0  # of these, found there
+    cached_blocks: int = 0  # owned by no sequence, kept by the prefix cache
+    queried_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in it
     evicted_blocks: int = 0
-    copied_blocks: int = 0  # of which only the first tokens were of use
-    from_host: int = 0  # cached blocks that came back from host memory
+    copied_blocks: int = 0  # for a prefix hit that ends within a block
+    from_host: int = 0  # cached blocks restored from host memory
     from_disk: int = 0
-    correlation: float | None = None  # of predicted and true lengths
+    correlation: float | None = None  # of predicted and true output lengths
     policy: dict[str, float] = {}  # the scheduling policy's own numbers, by name
-    service: dict[str, float] = {}  # of each tenant that has requests here, where the policy counts it
+    service: dict[str, float] = {}  # per tenant with requests, under the fair policy
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """The engine is up, and this is what it serves."""
+    """Sent when an engine has connected: its model and limits."""
 
     model: str
     device: str
@@ -153,46 +153,46 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     vocab_size: int
     block_size: int
     kv_tokens: int
-    capacity: str  # the same in words
+    capacity: str  # the KV cache's size in words
     eos_ids: list[Token]
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """One step's news for one HTTP process."""
+class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """The updates of one step for one HTTP process."""
 
-    news: list[News]
+    updates: list[AnswerUpdate]
     stats: Stats | None = None
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """The engine cannot start, and why, in one line for the user."""
+    """The reason why the engine cannot start, as one line for the user."""
 
     message: str
 
 
 class Explained(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """The answer to Explain; with no answers under way, there is no such request."""
+    """The reply to Explain; an empty list means that no live request matches."""
 
     question: Key
     answers: Annotated[list[Standing], Meta(max_length=MOST)]
-    unfinished: int  # how many there are in all
+    unfinished: int  # number of unfinished answers, which may exceed the list
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """The answer to ResetPrefixCache."""
+    """The reply to ResetPrefixCache."""
 
     question: Key
-    blocks: int  # that could have been shared until now
+    blocks: int  # number that later prompts could have shared
 
 
 class Unreadable(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """The engine could not decode an order; no other reply to it follows."""
+    """Error: the engine could not decode an order; no other reply to it follows."""
 
     key: Key  # of the request or the question
     message: str
 
 
-Report = Hello | Batch | Broken | Explained | PrefixCacheReset | Unreadable
+Report = Hello | StepReport | Broken | Explained | PrefixCacheReset | Unreadable
 
 encode = msgspec.msgpack.Encoder().encode
 decode_top = msgspec.msgpack.Decoder(list[tuple[Token, float]]).decode
@@ -201,7 +201,7 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 def key_of(raw: bytes) -> int | None:
-    """Return the key of an order that does not fit its type: it stands first, behind the tag.
+    """Return the key of an order that does not match its type: the first field after the tag.
 
     >>> key_of(msgspec.msgpack.encode([1, 77, "no prompt"]))
     77

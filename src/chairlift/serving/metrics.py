@@ -1,7 +1,7 @@
-"""Metrics: what the server counts and times, for Prometheus; docs/metrics.md has the table.
+"""Metrics: the server's Prometheus metrics; docs/metrics.md has the table.
 
-With several HTTP processes, each counts into files in PROMETHEUS_MULTIPROC_DIR and any of them answers for all. vLLM's
-names are a view, made when somebody scrapes: they cost nothing while tokens flow.
+Several HTTP processes count into files in PROMETHEUS_MULTIPROC_DIR, and each of them can render the sum. The metrics
+under vLLM's names are computed at each scrape and cost nothing per token.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from chairlift.core.errors import SettingsError
 from chairlift.core.settings import SchedulingSettings
 from chairlift.serving.messages import Stats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what every Prometheus reads
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # every version of Prometheus reads it
 REASONS = ("stop", "length", "abort", "error")
-WAITS = ("rows", "blocks", "tokens", "gate")  # reasons of the scheduler that block the next request
-NOT_PLANNED = "next_step"  # and where it says nothing: they came after the last step was planned
+WAITS = ("rows", "blocks", "tokens", "gate")  # the scheduler's reasons not to admit the next request
+NOT_PLANNED = "next_step"  # no reason: the requests arrived after the last step was planned
 CHOICES = ("policy", "batching", "prefill", "preemption", "predictor")
 REFUSALS = (
     "queue_full",
@@ -36,9 +36,9 @@ REFUSALS = (
     "timeout",
     "connections",
 )
-CLOSED = ("evicted", "no_head", "unread")  # connections
+CLOSED = ("evicted", "no_head", "unread")  # reasons to close a connection
 
-# vLLM's edges. Ours are these and finer ones below, where a small model on a fast machine lives.
+# vLLM's bucket edges. Chairlift adds finer ones below, for small models on fast machines.
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -58,7 +58,7 @@ _STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 _STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
-# What vLLM has too, and the edges to keep where ours are finer.
+# Metrics that vLLM also has, and its bucket edges where Chairlift has more.
 VLLM: dict[str, Sequence[float] | None] = {
     **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions")),
     **dict.fromkeys(("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")),
@@ -70,12 +70,12 @@ VLLM: dict[str, Sequence[float] | None] = {
     **dict.fromkeys(("request_prefill_time_seconds", "request_decode_time_seconds"), _REQUEST),
     "request_inference_time_seconds": _REQUEST,
 }
-# Of a request's n answers the longest: the same where n is 1, which is all that we are told.
+# vLLM's counts the longest of n answers, this one their sum: the same if n is 1.
 _UNDER_ANOTHER_NAME = {"request_max_num_generation_tokens": "request_generation_tokens"}
 
 
 def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
-    """The same values under vLLM's names, labels and edges."""
+    """Return the values under vLLM's names, labels and bucket edges."""
     ours = {family.name: family for family in families}
     for name, edges in VLLM.items():
         family = ours[f"chairlift:{_UNDER_ANOTHER_NAME.get(name, name)}"]
@@ -83,7 +83,7 @@ def as_vllm(families: Iterable[Metric]) -> Iterator[Metric]:
         kept = None if edges is None else {*edges, float("inf")}
         for sample in family.samples:
             edge = sample.labels.get("le")
-            # Buckets are cumulative: leaving an edge out moves nothing to another.
+            # Buckets are cumulative: dropping an edge changes no other bucket.
             if kept is None or edge is None or float(edge) in kept:
                 suffix = sample.name.removeprefix(family.name)
                 copy.add_sample(copy.name + suffix, {**sample.labels, "engine": "0"}, sample.value)
@@ -94,7 +94,7 @@ COMPAT: dict[str, Callable[[Iterable[Metric]], Iterator[Metric]]] = {"vllm": as_
 
 
 class _Page(Collector):
-    """Everything that one scrape gets."""
+    """All metrics of one scrape."""
 
     def __init__(self, source: Collector, compat: str | None) -> None:
         self._source = source
@@ -103,7 +103,7 @@ class _Page(Collector):
     def collect(self) -> Iterator[Metric]:
         families = list(self._source.collect())
         for family in families:
-            # When a series began: a third more lines, and Prometheus does not read them from this format.
+            # _created samples add a third to the size, and Prometheus does not read them in this format.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         yield from families
         if self._compat is not None:
@@ -111,7 +111,7 @@ class _Page(Collector):
 
 
 class Metrics:
-    """Every metric of one HTTP process; its methods say what has happened.
+    """The metrics of one HTTP process; each method records one kind of event.
 
     >>> metrics = Metrics("smollm2")
     >>> metrics.first_token(0.05)
@@ -134,15 +134,15 @@ class Metrics:
         self._registry = registry or CollectorRegistry()
         self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         if self._is_shared and values.ValueClass is values.MutexValue:
-            # It chose between memory and files when it was imported; the first process makes its folder after that.
+            # prometheus_client chose memory at import, before the first process created the folder.
             values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
         self._up = self._has_been_up = self._hears_engine = False
-        # With several processes, one that replaces another must not count again what that one has counted already.
+        # With several processes, a replacement must not count again what its predecessor counted.
         self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 14
 
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests that had a token.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._n = self._histogram("request_params_n", "Answers to make.", (1, 2, 5, 10, 20))
+        self._n = self._histogram("request_params_n", "Answers per request.", (1, 2, 5, 10, 20))
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens, where given.", _TOKENS)
         self._request_prompt = self._histogram("request_prompt_tokens", "A request's prompt tokens.", _TOKENS)
         self._request_output = self._histogram("request_generation_tokens", "A request's output tokens.", _TOKENS)
@@ -153,14 +153,14 @@ class Metrics:
             "request_time_per_output_token_seconds", "A request's mean time per token after the first.", _FINE_PER_TOKEN
         )
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _FINE_REQUEST)
-        self._queue = self._histogram("request_queue_time_seconds", "From arrival to a seat.", _FINE_REQUEST)
-        self._prefill = self._histogram("request_prefill_time_seconds", "From seat to first token.", _FINE_REQUEST)
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to admission.", _FINE_REQUEST)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Admission to first token.", _FINE_REQUEST)
         self._decode = self._histogram("request_decode_time_seconds", "From first to last token.", _FINE_REQUEST)
-        self._inference = self._histogram("request_inference_time_seconds", "From seat to last token.", _FINE_REQUEST)
+        self._inference = self._histogram("request_inference_time_seconds", "Admission to last token.", _FINE_REQUEST)
         self._ended = self._family("request_success", "Requests that have ended, by reason.", "finished_reason")
-        self._refused = self._family("requests_refused", "Refused before the engine, by reason.", "reason")
-        # A series that starts at 0 shows its first event in a rate; one that appears with it does not.
-        self._closed = self._family("connections_closed", "Connections closed for the client's silence.", "reason")
+        self._refused = self._family("requests_refused", "Requests rejected before the engine, by reason.", "reason")
+        # A series must start at 0: a rate does not show the event with which a series appears.
+        self._closed = self._family("connections_closed", "Connections closed by the server, by reason.", "reason")
         for family, reasons in ((self._ended, REASONS), (self._refused, REFUSALS), (self._closed, CLOSED)):
             for reason in reasons:
                 family.labels(model, reason)
@@ -168,42 +168,42 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Sequences in the queue.")
         self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks that running sequences hold, 1 is all.")
-        self._kv_cached = self._gauge("kv_cache_cached_perc", "Share of KV blocks kept for prompts to come, 1 is all.")
-        returns = self._family("prefix_cache_returns", "KV blocks that had left the device and came back.", "tier")
+        self._kv_cached = self._gauge("kv_cache_cached_perc", "Share of KV blocks that are only cached, 1 is all.")
+        returns = self._family("prefix_cache_returns", "KV blocks copied back to the device, by tier.", "tier")
         self._engine_counters = (
             self._counter("requests_submitted", "Requests that reached the engine."),
             self._counter("requests_finished", "Requests that the engine finished."),
-            self._counter("requests_aborted", "Requests whose client left or whose time was over."),
-            self._counter("requests_rejected", "Requests that the engine would not take."),
+            self._counter("requests_aborted", "Requests aborted by a disconnect or a timeout."),
+            self._counter("requests_rejected", "Requests that the engine rejected."),
             self._counter("requests_failed", "Requests that ended in an error of the engine."),
-            self._counter("num_preemptions", "Times a sequence gave up its memory to another."),
-            self._counter("kv_blocks_swapped_out", "KV blocks that were moved to host memory."),
-            self._counter("kv_blocks_swapped_in", "KV blocks that were brought back from there."),
+            self._counter("num_preemptions", "Preemptions of sequences."),
+            self._counter("kv_blocks_swapped_out", "KV blocks swapped out to host memory."),
+            self._counter("kv_blocks_swapped_in", "KV blocks swapped in from host memory."),
             self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-            self._counter("prefix_cache_hits", "Of these, tokens that it had."),
-            self._counter("prefix_cache_evictions", "KV blocks that it gave up for others."),
-            self._counter("prefix_cache_copies", "KV blocks copied from it for their first tokens."),
+            self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+            self._counter("prefix_cache_evictions", "KV blocks evicted from the prefix cache."),
+            self._counter("prefix_cache_copies", "KV blocks copied from the prefix cache for a partial hit."),
             *(returns.labels(model, tier) for tier in ("host", "disk")),
         )
-        waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by what holds it up.", "reason")
+        waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by blocking reason.", "reason")
         self._waits = {reason: waits.labels(model, reason or NOT_PLANNED) for reason in ("", *WAITS)}
         self._wait = self._waits[""]
-        # The last three are there once they have a value.
-        self._correlations = self._gauges("predictor_rank_correlation", "Of predicted and true lengths of answers.")
-        self._services = self._gauges("tenant_service_tokens", "What the fair policy has given a tenant.", "tenant")
+        # These three have no series until they have a value.
+        self._correlations = self._gauges("predictor_rank_correlation", "Spearman's, of predicted and true lengths.")
+        self._services = self._gauges("tenant_service_tokens", "A tenant's service under the fair policy.", "tenant")
         self._policies = self._gauges("policy_stats", "The scheduling policy's own numbers.", "name")
         self._correlation: float | None = None
         self._service: Mapping[str, float] = {}
         self._policy: Mapping[str, float] = {}
         chosen = scheduling or SchedulingSettings()
-        info = self._gauges("scheduling_info", "How requests are scheduled; always 1.", *CHOICES)
+        info = self._gauges("scheduling_info", "Scheduling settings as labels; always 1.", *CHOICES)
         info.labels(model, *(getattr(chosen, name) for name in CHOICES)).set(1)
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens in a step.", _STEP_TOKENS)
         self._step = self._histogram("step_seconds", "Time of a step.", _STEP)
-        self._engine_up = self._gauge("engine_up", "1 while the engine answers.")
-        self._restarts = self._counter("engine_restarts", "Times the engine came up again.")
+        self._engine_up = self._gauge("engine_up", "1 while the engine is connected.")
+        self._restarts = self._counter("engine_restarts", "Restarts of the engine.")
 
-        self._lag = self._histogram("event_loop_lag_seconds", "How late the HTTP process's event loop runs.", _LAG)
+        self._lag = self._histogram("event_loop_lag_seconds", "Delay of the HTTP process's event loop.", _LAG)
         self._http = self._family("http_requests", "HTTP responses.", "route", "status")
         self._http_seconds = Histogram(
             "chairlift:http_request_seconds",
@@ -216,18 +216,18 @@ class Metrics:
     # ---- a request
 
     def submitted(self, prompt_tokens: int, answers: int, max_tokens: int | None) -> None:
-        """A request was handed to the engine."""
+        """Record a request that is sent to the engine."""
         self._n.observe(answers)
         if max_tokens is not None:
             self._max_tokens.observe(max_tokens)
 
     def first_token(self, ttft: float) -> None:
-        """An answer's first token came, so many seconds after its request; once for each of its n answers."""
+        """Record the first token of an answer, `ttft` seconds after its request arrived; once per answer."""
         self._ttft.observe(ttft)
         self._generation_tokens.inc()
 
     def between_tokens(self, seconds: float) -> None:
-        """An answer's next token came, so long after the one before."""
+        """Record a further token of an answer, `seconds` after the previous one."""
         self._itl.observe(seconds)
         self._generation_tokens.inc()
 
@@ -242,7 +242,7 @@ class Metrics:
         prefill: float | None,
         decode: float | None,
     ) -> None:
-        """A request is over; the parts of its time are None where it never came so far."""
+        """Record the end of a request; times of phases that it did not reach are None."""
         self._ended.labels(self._model, reason).inc()
         self._e2e.observe(e2e)
         self._request_prompt.observe(prompt_tokens)
@@ -259,21 +259,21 @@ class Metrics:
                 self._tpot.observe(decode / (output_tokens - 1))
 
     def refused(self, reason: str) -> None:
-        """A request was refused before it reached the engine."""
+        """Record a request that was rejected before it reached the engine."""
         self._refused.labels(self._model, reason).inc()
 
     def closed(self, reason: str) -> None:
-        """A connection was closed because its client kept the server waiting."""
+        """Record a connection that the server closed."""
         self._closed.labels(self._model, reason).inc()
 
     # ---- the engine
 
     def engine(self, stats: Stats) -> None:
-        """The engine has made a step, or its counts have changed."""
+        """Record the engine's statistics, after a step or a change of its counts."""
         s = stats
         if not self._hears_engine:
             self._hears_engine = True
-            for gauge in self._waits.values():  # with several processes, one that was never set is not shown
+            for gauge in self._waits.values():  # with several processes, a gauge that was never set is not rendered
                 gauge.set(0)
         self._running.set(s.running)
         self._waiting.set(s.waiting)
@@ -283,7 +283,7 @@ class Metrics:
         if s.step_seconds:
             self._step.observe(s.step_seconds)
             self._step_tokens.observe(s.step_tokens)
-        self._hold_up(s.waiting, s.blocked_by)
+        self._set_waiting_by_reason(s.waiting, s.blocked_by)
         if s.correlation != self._correlation:
             self._correlation = s.correlation
             self._correlations.labels(self._model).set(nan if s.correlation is None else s.correlation)
@@ -293,14 +293,14 @@ class Metrics:
         if s.policy != self._policy:
             self._set_changed(self._policies, self._policy, s.policy)
             self._policy = s.policy
-        counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)  # as _lose_engine takes them
+        counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)  # in the order that _lose_engine expects
         cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks, s.from_host, s.from_disk)
         totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache)
         if totals != self._totals:
             self._count_up(totals)
 
-    def _hold_up(self, waiting: int, reason: str) -> None:
-        """Count all waiting requests under what blocks the next one."""
+    def _set_waiting_by_reason(self, waiting: int, reason: str) -> None:
+        """Set all waiting requests under the reason that blocks the next one."""
         before, self._wait = self._wait, self._waits.get(reason, self._waits[""])
         if before is not self._wait:
             before.set(0)
@@ -313,23 +313,23 @@ class Metrics:
                 gauges.labels(self._model, name).set(value)
 
     def engine_state(self, up: bool) -> None:
-        """The engine has come up or gone down."""
+        """Record a start or an end of the engine."""
         self._engine_up.set(up)
         if not up:
             for gauge in (self._running, self._waiting, self._kv, self._kv_cached):
                 gauge.set(0)
-            self._hold_up(0, "")
+            self._set_waiting_by_reason(0, "")
             self._set_changed(self._services, self._service, {})
             self._service = {}
             self._lose_engine()
-        # Of several processes that all see it come back, the one that hears its statistics counts.
+        # Of several processes, only the one that receives the statistics counts the restart.
         if up and not self._up and self._has_been_up and (self._hears_engine or not self._is_shared):
             self._restarts.inc()
         self._up = up
         self._has_been_up |= up
 
     def _lose_engine(self) -> None:
-        """Count the requests that ended with the engine as failed; the next engine counts from 0."""
+        """Count the requests that were live when the engine ended as failed; the next engine counts from 0."""
         if self._totals is not None:
             submitted, *ends = self._totals[:5]
             self._engine_counters[4].inc(submitted - sum(ends))
@@ -337,7 +337,7 @@ class Metrics:
 
     def _count_up(self, totals: tuple[int, ...]) -> None:
         if any(new < old for new, old in zip(totals, self._totals or totals, strict=True)):
-            self._lose_engine()  # another engine, whose coming was not told
+            self._lose_engine()  # a new engine, whose start was not reported
         before = totals if self._totals is None else self._totals
         for counter, new, old in zip(self._engine_counters, totals, before, strict=True):
             if new > old:
@@ -347,24 +347,24 @@ class Metrics:
     # ---- the HTTP process
 
     def loop_lag(self, seconds: float) -> None:
-        """The event loop ran so late."""
+        """Record a delay of the event loop."""
         self._lag.observe(seconds)
 
     def responded(self, route: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered; `route` is the template, never the raw path."""
+        """Record an HTTP response; `route` is the template, never the raw path."""
         self._http.labels(self._model, route, status).inc()
         self._http_seconds.labels(self._model, route).observe(seconds)
 
     def render(self) -> tuple[bytes, str]:
-        """All metrics of all HTTP processes as text, and its content type."""
+        """Return the metrics of all HTTP processes as text, and the content type."""
         source = self._registry
-        # Where the files were removed, a process can tell of itself alone.
+        # If the files were removed, render only this process's metrics.
         if self._is_shared and Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).is_dir():
             source = CollectorRegistry()
             MultiProcessCollector(source)  # type: ignore[no-untyped-call]
         return generate_latest(_Page(source, self._compat)), CONTENT_TYPE
 
-    # ---- making them, labels resolved once
+    # ---- construction, with labels resolved once
 
     def _family(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"chairlift:{name}", text, ("model_name", *labels), registry=self._registry)
@@ -373,7 +373,7 @@ class Metrics:
         return self._family(name, text).labels(self._model)
 
     def _gauges(self, name: str, text: str, *labels: str) -> Gauge:
-        # Only the process that hears the engine sets them: the latest value of any process is the value.
+        # Only the process that receives the statistics sets gauges, so the most recent value is the right one.
         return Gauge(
             f"chairlift:{name}",
             text,

@@ -1,4 +1,4 @@
-"""The API's description, for tools that read OpenAPI."""
+"""The OpenAPI description of the routes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _TEXT: Schema = {"type": "string", "minLength": 1}
 _SWITCH: Schema = {"type": ["boolean", "null"]}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
-# What a field's type and range do not say.
+# Constraints beyond a field's type and range.
 _BESIDES: dict[str, Schema] = {
     "top_p": {"exclusiveMinimum": 0},
     "repetition_penalty": {"exclusiveMinimum": 0},
-    "prompt_logprobs": {"minimum": 0},  # -1 is for LLM alone
+    "prompt_logprobs": {"minimum": 0},  # -1 is valid only for LLM
     "truncate_prompt_tokens": {"not": {"const": 0}},
 }
 
 
 def _sampling(name: str, kind: str) -> Schema:
     """Return the schema of a field of SamplingParams, from its own range and description."""
-    told = ABOUT[name]
+    about = ABOUT[name]
     found: Schema
     match kind:
         case "a whole number":
-            found = _whole(told.low, told.high)
+            found = _whole(about.low, about.high)
         case "a number":
-            found = _number(told.low, told.high)
+            found = _number(about.low, about.high)
         case "true or false":
             found = dict(_SWITCH)
         case "true, false or 'never'":
@@ -61,7 +61,7 @@ def _sampling(name: str, kind: str) -> Schema:
         case _:
             text = {**_TEXT, "maxLength": LONGEST[name]}
             found = {"anyOf": [text, {"type": "array", "items": text, "maxItems": MOST[name]}, {"type": "null"}]}
-    return {**found, **_BESIDES.get(name, {}), "description": told.text}
+    return {**found, **_BESIDES.get(name, {}), "description": about.text}
 
 
 _SAMPLING: dict[str, Schema] = {
@@ -213,13 +213,13 @@ _ERROR: Schema = {
 _REFUSALS = {
     "400": "the request is not valid",
     "401": "no valid API key",
-    "403": "the key may not do that",
+    "403": "the key lacks this permission",
     "404": "no such model, or no such request",
-    "408": "the request's time was over",
+    "408": "the request timed out",
     "413": "the body is too large",
-    "429": "too many requests: Retry-After says when to come back",
+    "429": "too many requests: try again after Retry-After seconds",
     "500": "the engine failed",
-    "503": "the engine is not there: Retry-After says when to come back",
+    "503": "the engine is not running: try again after Retry-After seconds",
 }
 
 
@@ -250,14 +250,14 @@ def _get(summary: str, *refusals: str, kind: str = "application/json") -> dict[s
 
 
 def describe(model: str) -> Schema:
-    """The whole API as OpenAPI 3.1."""
+    """Return the API as an OpenAPI 3.1 document."""
     more = ("403", "408", "429", "500")
     named: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "example": model}}
     one_model = _get("The model by its name", "401", "404")
     one_model["get"]["parameters"] = [named]
-    one_request = _get("Where a request is, and why it waits", "401", "404", "429", "503")
+    one_request = _get("The state of a request, and why it waits", "401", "404", "429", "503")
     one_request["get"]["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    reset = {"summary": "Forget what later prompts could have shared"}
+    reset = {"summary": "Empty the prefix cache"}
     answers = _reply({"application/json": {"type": "object"}}, "401", "403", "429", "503")
     return {
         "openapi": "3.1.0",
@@ -273,9 +273,9 @@ def describe(model: str) -> Schema:
             "/detokenize": _post("Token ids to text", _DETOKENIZE, "429"),
             "/tokenizer_info": _get("The tokenizer's special tokens and chat template", "400", "401", "503"),
             "/health": _get("Whether requests are being served", "503"),
-            "/ready": _get("Whether new requests are welcome", "503"),
-            "/version": _get("Which Chairlift this is"),
-            "/metrics": _get("For Prometheus", "401", "403", kind="text/plain"),
+            "/ready": _get("Whether new requests are accepted", "503"),
+            "/version": _get("The version of Chairlift"),
+            "/metrics": _get("Metrics for Prometheus", "401", "403", kind="text/plain"),
             "/reset_prefix_cache": {"post": {**reset, "responses": answers}},
             "/openapi.json": _get("This description"),
         },

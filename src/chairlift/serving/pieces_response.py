@@ -1,4 +1,4 @@
-"""Replies in pieces: none is copied into one string, and a piece that is sent is freed."""
+"""PiecesResponse: a reply as a list of pieces, which are not joined; each is freed once sent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from starlette.responses import Response
 
-_SLICE = 64 << 10  # bytes of a reply that are written at a time
+_SLICE = 64 << 10  # bytes of a reply per write
 
 
 class PiecesResponse(Response):
-    """JSON in pieces of bytes; `service.send_reply` writes each when the client has taken those before it."""
+    """JSON in pieces of bytes; `service.send_reply` writes each when the client has read the pieces before it."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         super().__init__(media_type="application/json")

@@ -1,4 +1,4 @@
-"""Plan: how to serve, as the command line said it."""
+"""Plan: the settings of the server, from the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chairlift.core.settings import SchedulingSettings, Settings
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How to serve: what the command line said, in one place, and readable by further HTTP processes."""
+    """The settings of the server, from the command line; passed to further HTTP processes as JSON."""
 
     model: str
     name: str
@@ -25,7 +25,7 @@ class Plan(msgspec.Struct, frozen=True):
     grace: float = 30.0
     max_body: int = 8 << 20
     keys: str | None = None
-    key_digest: str | None = None  # of --api-key
+    key_digest: str | None = None  # sha256 of --api-key
     origins: list[str] = []
     certificate: str | None = None
     private_key: str | None = None
@@ -34,18 +34,18 @@ class Plan(msgspec.Struct, frozen=True):
     log_format: str = "auto"
     log_level: str = "info"
     engine_command: list[str] | None = None
-    folder: str = ""  # where the sockets are; made at start
+    folder: str = ""  # of the sockets; created at start
 
     @property
     def scheduling(self) -> SchedulingSettings:
-        """How requests share the steps."""
+        """The scheduling settings."""
         return Settings.of(**self.settings).scheduling
 
     @property
     def sampling(self) -> str:
-        """Where sampling values come from that a request does not name."""
+        """The source of sampling values that a request leaves out."""
         return Settings.of(**self.settings).model.generation_config
 
     def socket_of(self, worker: int) -> str:
-        """Where one HTTP process waits for the engine."""
+        """Return the address of an HTTP process's socket for the engine."""
         return f"ipc://{self.folder}/http-{worker}"

@@ -1,7 +1,7 @@
-"""A whole reply as a job: the answers with their log-probabilities as the engine sent them, to JSON.
+"""Reply: a job that writes the JSON of a reply that is not streamed.
 
-The HTTP process keeps log-probabilities in the engine's bytes, a twentieth of what they are as objects, and never looks
-inside them: 64 alternatives for each of 1,000 tokens take a second to be written out.
+The HTTP process keeps log-probabilities as the engine encoded them, a twentieth of their size as objects, and never
+decodes them: writing 64 alternatives for each of 1,000 tokens takes a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OutputPart(msgspec.Struct, frozen=True, array_like=True):
     answers: list[AnswerPart]
     output_tokens: int
     cached_tokens: int
-    scores: list[tuple[int, bytes]] | None  # of the prompt: the entries of a step, and the place of the first
+    scores: list[tuple[int, bytes]] | None  # of the prompt, per step: the position of the first entry, and the entries
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -48,7 +48,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
     id: str
     model: str
     is_chat: bool
-    top: int | None  # alternatives that each token of a chat shows
+    top: int | None  # alternatives per token in a chat reply
     outputs: list[OutputPart]
     token_ids: bool = False
     echo: bool = False
@@ -56,7 +56,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     @property
     def weight(self) -> int:
-        """How long it takes to write, in characters that could be tokenized meanwhile."""
+        """Time to write the reply, as the number of characters that tokenize in that time."""
         copies = 1 if self.is_chat else len(self.outputs[0].answers)
         scores = texts = 0  # bytes
         for output in self.outputs:
@@ -69,7 +69,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
         return scores // 5 + texts // 100
 
     def write(self, tokenizer: Tokenizer | None) -> bytes:
-        """The reply's JSON."""
+        """Return the reply's JSON."""
         outputs = [_output(part, tokenizer) for part in self.outputs]
         if self.is_chat:
             reply = chat_completion(outputs[0], self.model, self.top, tokenizer, id=self.id, token_ids=self.token_ids)
@@ -89,7 +89,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
 def read_scores(
     count: int, parts: Sequence[tuple[int, bytes]], tokenizer: Tokenizer | None
 ) -> list[dict[int, Logprob] | None]:
-    """The log-probabilities of a prompt of `count` tokens; the first token has none."""
+    """Decode the log-probabilities of a prompt of `count` tokens; the first token has none."""
     found: list[dict[int, Logprob] | None] = [None] * count
     for start, packed in parts:
         entries = [describe(entry, tokenizer) for entry in decode_entries(packed)]

@@ -1,4 +1,4 @@
-"""The routes: what each answers, and who may ask."""
+"""The routes: their endpoints, and the key that each needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chairlift.serving.text_jobs import Chat, Detokenize, Encode, Room, Tokenize
 
 
 class Access(Enum):
-    """Who may use a route once keys are configured."""
+    """The key that a route needs, if keys are configured: none, any, or an admin's."""
 
     OPEN = "open"
     USER = "user"
@@ -32,12 +32,12 @@ class Access(Enum):
 
 Endpoint = Callable[[Call], Awaitable[Response]]
 T = TypeVar("T")
-_QUESTIONS = 8  # of one HTTP process at once: the engine explains one request between two steps
+_QUESTIONS = 8  # pending per HTTP process: the engine answers one per step
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path with a method, and its endpoint. There is no default access: each says its own."""
+    """A method, a path and its endpoint. Access has no default: each route states its own."""
 
     method: str
     path: str
@@ -46,22 +46,22 @@ class Route:
 
 
 async def chat_completions(call: Call) -> Response:
-    """A conversation's next message."""
+    """Generate the next message of a conversation."""
     return await call.generate(chat=True)
 
 
 async def completions(call: Call) -> Response:
-    """A text's continuation."""
+    """Generate the continuation of a text."""
     return await call.generate(chat=False)
 
 
 async def models(call: Call) -> Response:
-    """The one model."""
+    """List the served model."""
     return json_response({"object": "list", "data": [_model(call)]})
 
 
 async def model(call: Call) -> Response:
-    """The model by its name."""
+    """Return the model by its name."""
     check_model(call.http.path_params["name"], call.service.model)
     return json_response(_model(call))
 
@@ -78,19 +78,19 @@ def _model(call: Call) -> dict[str, Any]:
 
 
 async def request(call: Call) -> Response:
-    """Where a request is, and why it waits: a tenant may ask about its own, an administrator about all."""
+    """Return the state of a request and why it waits: of the tenant's own requests, or of any with an admin key."""
     name = call.http.path_params["id"]
     tenant = None if call.tenant is None or call.tenant.is_admin else call.tenant.name
-    # The id of a reply, which is all that some clients show, is the request's behind what kind of reply it is.
+    # Some clients only show the id of the reply, which is the request's id after a prefix.
     for wanted in dict.fromkeys((name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-"))):
         found = await _explain(call, wanted, tenant) if NAME.fullmatch(wanted) else None
         if found is not None and found.answers:
             return json_response(
                 {"id": wanted, "object": "request", "unfinished": found.unfinished, "answers": found.answers}
             )
-    # What another tenant's is called is nobody's business: there is one answer for those and for what is not there.
-    told = f"no request {name[:128]!r} of yours waits or runs here: it has ended, or never came"
-    raise invalid(told, status=404, code="unknown_request")
+    # The same response for another tenant's request and for an unknown id: ids of other tenants are not revealed.
+    message = f"no running or waiting request has the id {name[:128]!r} (finished requests are not kept)"
+    raise invalid(message, status=404, code="unknown_request")
 
 
 async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
@@ -98,26 +98,26 @@ async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
 
 
 async def _ask(call: Call, question: Callable[[EngineClient], Awaitable[T | None]]) -> T:
-    """What the engine answers, in time or not at all."""
+    """Return the engine's answer to a question, or raise a Failure if there is none in time."""
     client = call.service.client
     if client.questions >= _QUESTIONS:
-        told = f"{client.questions} questions wait for the engine: ask again in a moment"
-        raise Failure(told, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
+        message = f"{client.questions} questions are waiting for the engine: try again in a moment"
+        raise Failure(message, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
     if client.trouble is None and (found := await question(client)) is not None:
         return found
-    raise unavailable(client.trouble or "the engine did not say in time: it is in a long step", 2.0)
+    raise unavailable(client.trouble or "the engine did not answer in time: it is in a long step", 2.0)
 
 
 async def reset_prefix_cache(call: Call) -> Response:
-    """Forget what later prompts could have shared; those under way keep what they have."""
+    """Empty the prefix cache; running requests keep their blocks."""
     return json_response({"blocks": await _ask(call, EngineClient.reset_prefix_cache)})
 
 
 async def embeddings(call: Call) -> Response:
-    """Not with a language model that only generates."""
+    """Reject: a language model that only generates has no embeddings."""
     raise Failure(
-        f"{call.service.model} gives no embeddings: use /v1/chat/completions or /v1/completions, or serve a model "
-        "that does",
+        f"{call.service.model} has no embeddings: use /v1/chat/completions or /v1/completions, or serve a model "
+        "that has them",
         404,
         "invalid_request_error",
         "embeddings_not_supported",
@@ -125,7 +125,7 @@ async def embeddings(call: Call) -> Response:
 
 
 async def tokenize(call: Call) -> Response:
-    """Text, or a conversation, to token ids."""
+    """Convert a text or a conversation to token ids."""
     body = await call.body()
     hello, reader = call.service.hello, call.service.reader
     check_model(body.get("model"), call.service.model)
@@ -145,7 +145,7 @@ async def tokenize(call: Call) -> Response:
 
 
 async def detokenize(call: Call) -> Response:
-    """Token ids to text."""
+    """Convert token ids to text."""
     body = await call.body()
     hello, reader = call.service.hello, call.service.reader
     check_model(body.get("model"), call.service.model)
@@ -160,7 +160,7 @@ async def detokenize(call: Call) -> Response:
 
 
 async def tokenizer_info(call: Call) -> Response:
-    """What a client needs to use the tokenizer from afar, named as in tokenizer_config.json; vLLM answers so too."""
+    """Return the tokenizer's fields, named as in tokenizer_config.json and as in vLLM."""
     tokenizer = call.service.reader.require_tokenizer()
     return json_response(
         {
@@ -176,7 +176,7 @@ async def tokenizer_info(call: Call) -> Response:
 
 
 async def health(call: Call) -> Response:
-    """Whether requests are being served, in truth: 503 when the engine is gone, stuck or not there yet."""
+    """Return whether requests are being served: 503 if the engine has ended, is stuck or is not ready."""
     trouble = call.service.client.trouble
     if trouble is not None:
         return json_response({"status": "unhealthy", "reason": trouble}, 503)
@@ -184,7 +184,7 @@ async def health(call: Call) -> Response:
 
 
 async def ready(call: Call) -> Response:
-    """Whether new requests are welcome: not while draining, either."""
+    """Return whether new requests are accepted: 503 also while the server drains."""
     trouble = "the server is shutting down" if call.service.is_draining else call.service.client.trouble
     if trouble is not None:
         return json_response({"status": "not ready", "reason": trouble}, 503)
@@ -192,18 +192,18 @@ async def ready(call: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    """For Prometheus."""
+    """Return the metrics for Prometheus."""
     content, kind = call.service.metrics.render()
     return Response(content, media_type=kind)
 
 
 async def version(call: Call) -> Response:
-    """Which Chairlift this is."""
+    """Return the version."""
     return json_response({"version": __version__})
 
 
 async def openapi(call: Call) -> Response:
-    """All of this, for machines."""
+    """Return the OpenAPI description."""
     return json_response(describe(call.service.model))
 
 

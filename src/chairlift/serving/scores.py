@@ -1,7 +1,7 @@
-"""Log-probabilities: how many a reply may have, and how many all replies under way.
+"""Bounds on log-probabilities: in one reply, and in all replies in flight.
 
-Small requests make large replies: n answers that each repeat 65 numbers for every token of a prompt. What a request
-may cause is counted when it comes, and held against one sum until its reply is sent.
+A small request can make a large reply: n answers, each with 65 numbers for every prompt token. A request's most
+log-probabilities are counted on arrival, and held against one budget until its reply is sent.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from chairlift.serving.failures import Failure
 from chairlift.serving.generation import Asked
 
 MOST = 1 << 19  # in one reply: some 40 MB of JSON, or 25,000 tokens with 20 alternatives each
-STREAMED = 1 << 12  # of the prompts of a stream, whose chunks the event loop writes
+STREAMED = 1 << 12  # for the prompts of a stream, whose chunks the event loop writes
 _IN_FLIGHT = 1 << 21  # in all replies of an HTTP process: some 30 MB as the engine sends them
 
 
 @dataclass(slots=True)
 class ScoreBudget:
-    """The log-probabilities of requests whose replies are not sent yet."""
+    """Counts the log-probabilities of replies that have not been sent."""
 
     held: int = 0
 
     def hold(self, count: int) -> None:
-        """Count a request's; a Failure if there are too many already."""
+        """Add a request's log-probabilities, or raise a Failure if the budget is exceeded."""
         if self.held and self.held + count > _IN_FLIGHT:
             raise Failure(
-                f"replies with {self.held:,} log-probabilities are under way, and {count:,} more are too many: "
+                f"replies with {self.held:,} log-probabilities are in flight, and {count:,} more are too many: "
                 "try again in a moment",
                 429,
                 "rate_limit_error",
@@ -39,17 +39,17 @@ class ScoreBudget:
         self.held += count
 
     def release(self, count: int) -> None:
-        """Count a request's no more."""
+        """Subtract a request's log-probabilities."""
         self.held -= count
 
 
 def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, chat: bool) -> int:
-    """How many log-probabilities the reply may have; a RequestError if they are too many.
+    """Return the most log-probabilities that the reply can have, or raise a RequestError if they are too many.
 
-    Ids and texts of prompts that are repeated for each answer count as one for each token.
+    A prompt's ids or text, repeated for each answer, count as one per token.
     """
     params = asked[0].params
-    copies = 1 if chat else params.n  # a chat's reply has its one prompt once
+    copies = 1 if chat else params.n  # a chat reply has its prompt only once
     prompts = copies * sum(len(each.prompt) for each in asked)
     scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     most, where = (STREAMED, "stream") if options.stream else (MOST, "reply")
@@ -59,29 +59,29 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
             f"{scored} make {prompts * scored:,} log-probabilities in one {where}, and the most is {most:,}: lower n "
             f"or prompt_logprobs, or {'leave out stream' if options.stream else 'send fewer prompts'}"
         )
-    told = prompts * (scored + (options.echo or options.return_token_ids))
-    if told > MOST:
+    shown = prompts * (scored + (options.echo or options.return_token_ids))
+    if shown > MOST:
         raise RequestError(
-            f"n is {copies}: {copies} answers that each repeat {prompts // copies:,} prompt tokens make {told:,}, and "
+            f"n is {copies}: {copies} answers that each repeat {prompts // copies:,} prompt tokens make {shown:,}, and "
             f"the most in one reply is {MOST:,}: lower n, or leave out echo and return_token_ids"
         )
     if params.logprobs is None:
-        return told
+        return shown
     each = params.width * (params.logprobs + 1)
     tokens = sum(_most_tokens(one, max_length) for one in asked)
-    if options.stream:  # which is sent as it comes: what waits for its client has a bound of its own
-        return min(MOST, told + each * tokens)
-    if told + each * tokens > MOST:
+    if options.stream:  # chunks are sent as they are generated, and Backlog bounds the unread ones
+        return min(MOST, shown + each * tokens)
+    if shown + each * tokens > MOST:
         raise RequestError(
             f"logprobs is {params.logprobs}: {params.width} answers x {tokens:,} tokens x {params.logprobs + 1} may "
             f"make {each * tokens:,} log-probabilities in one reply, and the most is {MOST:,}: lower max_tokens, "
             "logprobs or n"
         )
-    return told + each * tokens
+    return shown + each * tokens
 
 
 def with_room(asked: Asked, max_length: int) -> Asked:
-    """The request of a whole reply with an end to its answer, where log-probabilities would be too many without."""
+    """Set max_tokens, if it is not given and the log-probabilities could otherwise be too many for a reply."""
     params = asked.params
     if params.max_tokens is not None or params.logprobs is None:
         return asked

@@ -1,4 +1,4 @@
-"""The server: an HTTP process (or several) and the engine's, from the first line to the last request's end."""
+"""The server: starts the HTTP processes and the engine process, serves, and drains on a signal."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from chairlift.serving.workers import Helpers
 
 log = logging.getLogger("chairlift")
 
-WAITING_TOKENS = 1 << 20  # prompt tokens; a waiting one takes some 70 bytes in both processes together
-_LAG_EVERY = 0.5  # seconds between two looks at the event loop's lag
+WAITING_TOKENS = 1 << 20  # prompt tokens; each takes some 70 bytes in both processes together
+_LAG_EVERY = 0.5  # seconds between two measurements
 
 
 async def serve(plan: Plan, say: Callable[[str], None]) -> int:
-    """Run until told to stop; the exit code."""
+    """Serve until a signal; return the exit code."""
     keyring = read_keyring(plan)
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
     if keyring is None and plan.host not in ("127.0.0.1", "::1", "localhost"):
-        say(f"warning: {plan.host} can be reached by others and no API keys are set: anyone may use this server")
+        say(f"warning: {plan.host} can be reached from other machines and no API keys are set: use --api-key")
     if keyring is None and plan.scheduling.policy == "fair":
-        say("warning: the fair policy shares among the tenants of API keys, and there are none: it is as good as fcfs")
+        say("warning: the fair policy shares among the tenants of API keys, and no keys are set: it works like fcfs")
     listener = listen(plan.host, plan.port)
     plan = msgspec.structs.replace(plan, port=listener.getsockname()[1])
     with runtime_folder() as folder:
@@ -92,18 +92,18 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
 
 
 async def first_hello(client: EngineClient, supervisor: Supervisor) -> None:
-    """Wait for the model to be loaded; what goes wrong before that ends the server with a word."""
+    """Wait until the engine has loaded the model; raise a ChairliftError if it cannot."""
     while client.hello is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(client.wait(), 0.2)
         if client.broken is not None:
             raise ChairliftError(client.broken)
         if supervisor.restarts or (supervisor.exit_code or 0) > 3 or (supervisor.exit_code or 0) < 0:
-            raise ChairliftError("the engine process ended while it loaded the model: see above for why")
+            raise ChairliftError("the engine process ended while it loaded the model: see the log above")
 
 
 def read_keyring(plan: Plan) -> Keyring | None:
-    """The keys that open this server; None: it is open to all."""
+    """Return the API keys; None if the server needs none."""
     return Keyring.read(Path(plan.keys) if plan.keys else None, os.environ, plan.key_digest)
 
 
@@ -113,7 +113,7 @@ def tenants_of(keyring: Keyring | None) -> list[str]:
 
 
 def banner(plan: Plan, hello: Hello | None, defaults: SamplingDefaults, *, has_keys: bool) -> str:
-    """What a person sees when it is ready."""
+    """Return the text that is printed when the server is ready."""
     assert hello is not None
     scheme = "https" if plan.certificate else "http"
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
@@ -135,7 +135,7 @@ def banner(plan: Plan, hello: Hello | None, defaults: SamplingDefaults, *, has_k
 
 
 def choices(scheduling: SchedulingSettings) -> str:
-    """What was chosen of how requests are scheduled, in words; the sizes of batch and step have a line of their own.
+    """Return the scheduling settings that differ from their defaults, except the sizes of batch and step.
 
     >>> choices(SchedulingSettings(policy="sjf", target_tpot=0.05))
     'target-tpot 0.05 s, policy sjf'
@@ -150,7 +150,7 @@ def choices(scheduling: SchedulingSettings) -> str:
 
 
 class HttpProcess:
-    """One process's HTTP side: its line to the engine, the app and uvicorn."""
+    """An HTTP process: its connection to the engine, the app and uvicorn."""
 
     def __init__(
         self,
@@ -172,13 +172,13 @@ class HttpProcess:
         self.defaults = read_defaults(checkpoint, plan.sampling)
         tokenizer, missing = read_tokenizer(checkpoint)
         self._texts = TextPool(tokenizer)
-        self._texts.start()  # while the engine loads its model
+        self._texts.start()  # in parallel with the engine's loading of the model
         self._reader = Reader(plan.name, tokenizer, missing, self.defaults.values, pool=self._texts)
 
     def _service(self, hello: Hello) -> Service:
         plan = self._plan
         tokens = plan.max_waiting_tokens or max(WAITING_TOKENS, hello.kv_tokens)
-        # Each HTTP process admits its part of the queue; what tenants have in use they count together.
+        # Each HTTP process has its share of the queue's bounds; tenants' limits are counted across processes.
         admission = Admission(
             max(1, plan.max_waiting // plan.workers),
             max(1, tokens // plan.workers),
@@ -222,8 +222,8 @@ class HttpProcess:
         return Acceptor(self._listener, connections, make, server.config.ssl)
 
     async def run(self, on_signal: Callable[[], None] = lambda: None) -> None:
-        """Serve until SIGTERM or SIGINT; then finish what runs, within the grace time. A second signal ends it now."""
-        assert self.client.hello is not None, "the engine must be there first"
+        """Serve until SIGTERM or SIGINT, then finish requests within the grace time. A second signal exits at once."""
+        assert self.client.hello is not None, "the engine must be connected first"
         service = self._service(self.client.hello)
         server = self._server(service)
         stopping = asyncio.Event()
@@ -238,18 +238,18 @@ class HttpProcess:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        freeze_loaded()  # or now and then a collection would stop every stream for a quarter of a second
+        freeze_loaded()  # a full collection would otherwise pause every stream for a quarter of a second
         connections = Connections(most_connections(), self._metrics.closed)
         serving = asyncio.create_task(server.serve(sockets=[]))
         acceptor = self._acceptor(server, connections)
         watching = [asyncio.create_task(self._watch_lag()), asyncio.create_task(connections.watch())]
         await stopping.wait()
-        log.info("draining: %d requests are under way, new ones are refused", self.client.live)
+        log.info("draining: %d requests are in flight, new ones are rejected", self.client.live)
         end = time.monotonic() + self._plan.grace
         while not (connections.is_quiet or server.should_exit) and time.monotonic() < end:
             await asyncio.sleep(0.05)
         if self.client.live:
-            log.warning("%d requests were not done in time and are ended", self.client.live)
+            log.warning("%d requests did not finish within the grace time and are aborted", self.client.live)
         await self.client.close()
         acceptor.close()
         server.should_exit = True
@@ -269,26 +269,26 @@ class HttpProcess:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: draining is ours."""
+    """uvicorn without its signal handling: HttpProcess drains."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing."""
+        """Capture no signals."""
         yield
 
 
 def checkpoint_of(plan: Plan) -> Checkpoint | None:
-    """The model's files, of which the HTTP side reads all but the weights; None: random weights."""
+    """Return the model's files, of which an HTTP process reads all but the weights; None for dummy weights."""
     if plan.settings.get("load_format") == "dummy":
         return None
     return open_checkpoint(resolve(plan.model, progress=False))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket, or one line that says why there is none."""
+    """Return the listening socket, or raise a SettingsError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio turns Nagle's algorithm off only for sockets that do so: with it, a head and
-    # a body written one after the other reach a client 40 ms apart.
+    # asyncio disables Nagle's algorithm only for sockets made with an explicit protocol. With Nagle, a head and a body
+    # in two writes reach a client 40 ms apart.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -306,7 +306,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """A private folder for sockets, gone afterwards. Its path is short: a socket's name may have some 100 bytes."""
+    """Make a private folder for sockets and remove it afterwards; a socket's path may have some 100 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="chairlift-", dir="/tmp" if Path("/tmp").is_dir() else None))
     try:
         yield folder
@@ -315,7 +315,7 @@ def runtime_folder() -> Iterator[Path]:
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> int:
-    """The server, from a plain function."""
+    """Run the server and return its exit code."""
     logs.set_up(plan.log_format, plan.log_level)
     allow_files()
     return asyncio.run(serve(plan, say))

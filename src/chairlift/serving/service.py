@@ -1,4 +1,4 @@
-"""Service: what the routes share, and the way of one request through it."""
+"""Service: the state that all routes share; Call: one HTTP request, from its body to its reply."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ log = logging.getLogger("chairlift")
 Message = MutableMapping[str, Any]
 T = TypeVar("T")
 Send = Callable[[Message], Awaitable[None]]
-_LARGE_BODY = 20_000  # bytes of JSON that take long enough to read that the event loop must not wait for it
-_ITEMS = 400_000  # members of all lists and objects in a body: a very long prompt in token ids
+_LARGE_BODY = 20_000  # bytes of JSON above which parsing runs in a thread, to keep the event loop free
+_ITEMS = 400_000  # of all lists and objects in a body: enough for a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
-_BODIES = 256 << 20  # bytes of all bodies that are being received or read, until their requests are admitted
+_BODIES = 256 << 20  # bytes of all bodies in memory whose requests are not admitted yet
 _DONE = b"data: [DONE]\n\n"
-CLIENT_GONE = 499  # nobody reads it; it is what logs and metrics show
+CLIENT_DISCONNECTED = 499  # never sent: for logs and metrics
 
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """One HTTP process's view of the model it serves."""
+    """The state that the routes of one HTTP process share."""
 
     model: str
     client: EngineClient
@@ -58,7 +58,7 @@ class Service:
     admission: Admission
     keyring: Keyring | None
     traces: Traces | None = None
-    timeout: float | None = None  # of requests that name none
+    timeout: float | None = None  # seconds, for requests without their own
     max_body: int = 8 << 20
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
@@ -67,7 +67,7 @@ class Service:
 
     @property
     def hello(self) -> Hello:
-        """What the engine serves; without one there is nothing to do but to say so."""
+        """The engine's limits; raise a Failure while draining or if the engine is not running."""
         if self.is_draining:
             self.metrics.refused("draining")
             raise unavailable("the server is shutting down: try another, or again in a moment", 5.0)
@@ -88,19 +88,19 @@ class Call:
     id: str
     body_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)  # of the engine, for traces
-    scores: int = 0  # log-probabilities that its reply may have, until it is closed
+    outputs: list[RequestOutput] = field(default_factory=list)  # for traces
+    scores: int = 0  # log-probabilities held in the budget, until closed
     answering: Answering | None = None
-    _held: int = 0  # bytes of its body, while they count
+    _held: int = 0  # bytes of its body that are counted in held_bytes
 
     @property
     def backlog(self) -> Backlog:
-        """What its client has not read yet."""
+        """The backlog of its connection."""
         connection = self.http.scope.get("state", {}).get("connection")
         return Backlog() if connection is None else connection.backlog
 
     def close(self) -> None:
-        """Give back whatever it still holds."""
+        """Release its bytes, log-probabilities and tickets."""
         self._hold(-self._held)
         self.service.scores.release(self.scores)
         self.scores = 0
@@ -108,7 +108,7 @@ class Call:
             self.answering.close()
 
     async def body(self) -> dict[str, Any]:
-        """The JSON object that came with it, within bounds."""
+        """Receive and parse the JSON body, within bounds."""
         most = self.service.max_body
         too_large = invalid(f"the body is larger than {most:,} bytes: send less", status=413, code="body_too_large")
         declared = self.http.headers.get("content-length", "0")
@@ -123,8 +123,8 @@ class Call:
                     if len(raw) > most:
                         raise too_large
                     if self.service.held_bytes > _BODIES:
-                        told = f"the server is reading {self.service.held_bytes:,} bytes of requests: try again in 1 s"
-                        raise Failure(told, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
+                        message = f"the server holds {self.service.held_bytes:,} bytes of bodies: try again in 1 s"
+                        raise Failure(message, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
@@ -133,20 +133,20 @@ class Call:
         return await asyncio.to_thread(lambda: read_object(bytes(raw), max_items=_ITEMS))
 
     async def attended(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work for as long as the client waits for it."""
+        """Await work; cancel it if the client disconnects."""
         task = asyncio.create_task(work)
-        gone = asyncio.create_task(until_gone(self.http.receive))
+        disconnect = asyncio.create_task(until_disconnected(self.http.receive))
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnect
             return await task
         finally:
             task.cancel()
-            gone.cancel()
+            disconnect.cancel()
 
     async def written(self, job: Job, size: int) -> Response:
-        """The reply that a job writes."""
+        """Return the reply that a job writes."""
         pieces = await self.service.reader.do(job, size, self.attended)
         assert isinstance(pieces, list)
         return PiecesResponse(pieces)
@@ -158,18 +158,18 @@ class Call:
     # ---- generating
 
     async def generate(self, *, chat: bool) -> Response:
-        """Answer a chat or a plain completion, whole or as a stream."""
+        """Serve a chat or a plain completion, streamed or not."""
         service = self.service
-        options, asked = await self._read(chat=chat)  # the body itself is not kept while the request waits
+        options, asked = await self._read(chat=chat)  # the body is freed before the request waits
         timeout = options.timeout if options.timeout is not None else service.timeout
         terms = self._terms(options, "chat" if chat else "completions")
         tokenizer, backlog = service.reader.tokenizer, self.backlog
         answering = Answering(service.client, service.metrics, tokenizer, terms, timeout, options.stream, backlog)
         self.answering = answering
         answering.start(asked, self._admit)
-        self._hold(-self._held)  # from now on they count in admission
+        self._hold(-self._held)  # from here on, admission counts its bytes
         self.outputs = answering.outputs
-        if answering.failure is not None:  # the engine has ended since: a stream, too, can still have its own status
+        if answering.failure is not None:  # the engine has just ended: even a stream can still get an error status
             raise answering.failure
         name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
         if options.stream:
@@ -177,7 +177,7 @@ class Call:
         return await self._whole(answering, options, name, chat)
 
     async def _read(self, *, chat: bool) -> tuple[Options, list[Asked]]:
-        """What the body asks for."""
+        """Read the body: options, and prompts ready for the engine."""
         service = self.service
         raw = await self.body()
         hello = service.hello
@@ -224,7 +224,7 @@ class Call:
             ) from None
 
     def _shows_ids(self, options: Options) -> bool:
-        """Whether token ids are sent: if asked for, and where there is no text to send."""
+        """Whether the reply has token ids: on request, and always if there is no tokenizer."""
         return options.return_token_ids or self.service.reader.tokenizer is None
 
     def _check_priority(self, options: Options) -> None:
@@ -239,7 +239,7 @@ class Call:
             )
 
     async def _whole(self, answering: Answering, options: Options, name: str, chat: bool) -> Response:
-        """Wait for the answer, or for the client to leave."""
+        """Wait for all answers and return the reply; abort if the client disconnects."""
         try:
             await self.attended(answering.finish())
         finally:
@@ -266,7 +266,7 @@ class Call:
 
 
 class EventStream(Response):
-    """A streamed answer: it ends when the answer does, or when the client is gone."""
+    """A streamed reply: it ends with the last answer, or when the client disconnects."""
 
     def __init__(self, answering: Answering, chunks: Chunks, options: Options, id: str) -> None:
         super().__init__(
@@ -276,15 +276,15 @@ class EventStream(Response):
         self._answering, self._chunks, self._options, self._id = answering, chunks, options, id
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
-        """Send it."""
-        gone = asyncio.create_task(until_gone(receive))
+        """Send the stream."""
+        disconnect = asyncio.create_task(until_disconnected(receive))
         writing = asyncio.create_task(self._write(send))
         try:
-            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({disconnect, writing}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 await writing
         finally:
-            for task in (gone, writing):
+            for task in (disconnect, writing):
                 task.cancel()
             self._answering.close()
 
@@ -294,7 +294,7 @@ class EventStream(Response):
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Failure as failure:
-            log.warning("request failed in mid-stream: %s", failure, extra={"request_id": self._id})
+            log.warning("a request failed after its stream began: %s", failure, extra={"request_id": self._id})
             await send({"type": "http.response.body", "body": sse(failure.body), "more_body": True})
         await until_read(send)
         self._answering.release()
@@ -312,7 +312,7 @@ class EventStream(Response):
             yield sse(self._chunks.usage(self._used()))
 
     def _used(self) -> dict[str, Any]:
-        """The tokens of all prompts, and of all answers so far."""
+        """Return the usage so far: tokens of all prompts and answers."""
         used = usage(self._answering.outputs)
         if self._options.no_output:
             used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
@@ -320,7 +320,7 @@ class EventStream(Response):
 
 
 def salt_of(tenant: str, cache_salt: str | None) -> str:
-    """Whose prefixes a request may share: a tenant's name has no slash, so that no cache_salt leads to another's.
+    """Return the salt of a request's prefixes. A tenant's name has no slash, so salts of two tenants always differ.
 
     >>> salt_of("alice", "mine"), salt_of("", None)
     ('alice/mine', '')
@@ -328,19 +328,19 @@ def salt_of(tenant: str, cache_salt: str | None) -> str:
     return f"{tenant}/{cache_salt or ''}" if tenant or cache_salt else ""
 
 
-async def until_gone(receive: Callable[[], Awaitable[Message]]) -> None:
-    """Return when the client has closed its connection."""
+async def until_disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_read(send: Send) -> None:
-    """Return when the client has read all but what its socket's buffer holds: a send of nothing waits for that."""
+    """Wait until the client has read all but the socket's buffer: sending an empty part waits for that."""
     await send({"type": "http.response.body", "body": b"", "more_body": True})
 
 
 async def send_reply(call: Call, response: Response, send: Send) -> None:
-    """Send a whole reply in pieces; until all but the last are read, its request counts as one that runs."""
+    """Send a reply in pieces; the call is closed when all but the last have been read."""
     pieces, backlog = pieces_of(response), call.backlog
     backlog.size += sum(map(len, pieces))
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
@@ -354,13 +354,13 @@ async def send_reply(call: Call, response: Response, send: Send) -> None:
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def check_model(asked: object, ours: str) -> None:
-    """A request for another model is a mistake; one for none means ours."""
+def check_model(asked: object, served: str) -> None:
+    """Reject a request for another model; a missing name means the served model."""
     if asked is not None and not isinstance(asked, str):
         raise invalid(f"model is {asked!r}: use a string", param="model")
-    if asked not in (None, "", ours):
+    if asked not in (None, "", served):
         raise Failure(
-            f"there is no model {asked!r} here: use {ours!r}, the one that is served",
+            f"there is no model {asked!r} here: use {served!r}, the model that is served",
             404,
             "invalid_request_error",
             "model_not_found",
@@ -369,10 +369,10 @@ def check_model(asked: object, ours: str) -> None:
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON, written fast."""
+    """Return a JSON response, encoded by msgspec."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def sse(content: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"

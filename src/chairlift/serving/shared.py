@@ -1,7 +1,7 @@
-"""What several processes share: a folder for sockets, and files without a name.
+"""Resources that several processes share: a folder for sockets, and files without a name.
 
-A process inherits the descriptor. A file with a name could be removed by others while the server runs (/tmp is cleaned
-on many machines), and the next process would not find it.
+A process inherits the descriptor of such a file. A named file could be removed while the server runs (/tmp is cleaned
+on many machines), and the next process could not open it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chairlift.core.errors import ChairliftError
 
 
 def nameless_file(content: bytes) -> int:
-    """Return the descriptor of a new file.
+    """Return the descriptor of a new unnamed file.
 
     >>> read_all(nameless_file(b"shared"))
     b'shared'
@@ -30,13 +30,13 @@ def nameless_file(content: bytes) -> int:
 
 
 def read_all(descriptor: int) -> bytes:
-    """Return what is in the file; its position, which all processes have in common, does not move."""
+    """Return the file's content without moving its position, which all processes share."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only this user may enter, unless it is there; another user's in its place is an error."""
+    """Make a folder with access for this user only, unless it exists; raise if another user can write to it."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ChairliftError(f"{path} is not a folder of this user's alone: remove it")
+        raise ChairliftError(f"{path} is not a folder that only this user can write to: remove it")

@@ -1,4 +1,4 @@
-"""Supervisor: keeps the engine process running, and starts it again when it dies or hangs."""
+"""Supervisor: starts the engine process, and restarts it when it ends or hangs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from chairlift.serving.engine_process import Job
 log = logging.getLogger("chairlift")
 
 ENGINE = [sys.executable, "-m", "chairlift.serving.engine_process"]
-FIRST_WAIT, LONGEST_WAIT = 0.2, 10.0  # seconds between a death and the next start; doubled with each that follows soon
-_LASTED = 10.0  # an engine that lived for so long did not fail at start: the wait begins anew
-_GIVEN_UP = 2.5  # times the patience, after which an engine that hangs is killed
-_LOOK = 0.25  # seconds between two looks
+FIRST_WAIT, LONGEST_WAIT = 0.2, 10.0  # seconds from an end to the next start; doubled if the engine ends again soon
+_LASTED = 10.0  # seconds; an engine that ran for longer did not fail at start, so the wait is reset
+_GIVEN_UP = 2.5  # multiple of the beat's patience after which a silent engine is killed
+_CHECK_EVERY = 0.25  # seconds between two checks
 
 
 class Supervisor:
-    """Owns the engine process."""
+    """Owner of the engine process."""
 
     def __init__(self, job: Job, beat: Beat, command: list[str] | None = None) -> None:
         self.restarts = 0
@@ -38,12 +38,12 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the engine, and watch it from now on."""
+        """Start the engine and the task that watches it."""
         self._launch()
         self._task = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """End the engine: asked first, killed if it does not listen."""
+        """End the engine: SIGTERM first, SIGKILL after 3 s."""
         if self._task is not None:
             self._task.cancel()
         if self._process is None or self._process.poll() is not None:
@@ -62,11 +62,11 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int | None:
-        """How the engine ended, if it has."""
+        """The engine's exit code, or None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def _launch(self) -> None:
-        # A session of its own: a terminal's Ctrl-C is for us, and we end it in order.
+        # In its own session, a terminal's Ctrl-C does not reach it: the server drains first, then ends it.
         job = msgspec.json.encode(self._job).decode()
         self._process = subprocess.Popen(
             [*self._command, job],
@@ -82,25 +82,25 @@ class Supervisor:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _watch(self) -> None:
-        """Look after the engine for ever: no error may end this, or a dead engine would stay dead."""
+        """Check the engine until cancelled; no error may end this task, or the engine would not be restarted."""
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_CHECK_EVERY)
             try:
-                await self._look()
+                await self._check()
             except Exception as error:
-                log.error("the engine process could not be looked after: %s", error)
+                log.error("the engine process could not be checked or restarted: %s", error)
                 await asyncio.sleep(self._wait)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         assert self._process is not None
         now = time.monotonic()
         code = self._process.poll()
         if code is None:
-            # While it loads its model it has no beat, and takes as long as it takes.
+            # While the engine loads its model it has no beat: there is no time limit for that.
             silence = self._beat.silence(now)
             self._has_beaten = self._has_beaten or silence < now - self._begun
             if self._has_beaten and silence > _GIVEN_UP * self._beat.patience:
-                log.error("the engine has been silent for %.1f s and is killed", silence)
+                log.error("the engine has had no heartbeat for %.1f s and is killed", silence)
                 self._kill()
             return
         self._wait = FIRST_WAIT if now - self._begun > _LASTED else self._wait

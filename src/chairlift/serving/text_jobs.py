@@ -1,7 +1,7 @@
-"""Work on text that a client can make long: what is asked, and how it is done, in this process or in a text process.
+"""Jobs on text of any length, which run in this process or in a text process.
 
-Each job is a msgspec struct that names all it needs but the tokenizer. The result is small numbers (Encoded), or JSON
-in bytes that goes to the client as it is.
+Each job is a msgspec struct with all inputs except the tokenizer. The result is token ids (Encoded), or JSON bytes that
+are sent to the client unchanged.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
-    """How much of a text is of use: a prompt beyond the context is refused, unless only its end is wanted."""
+    """Bounds on a prompt's tokens: a longer prompt is rejected, unless only its last tokens are kept."""
 
     most: int  # tokens of a prompt
-    keep: int | None = None  # the last tokens to keep of a longer one
+    keep: int | None = None  # number of last tokens to keep; None: reject a longer prompt
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Texts to token ids, and bad words."""
+    """Convert texts and bad words to token ids."""
 
     texts: list[str]
     room: Room
-    special: bool = True  # add what the model wants before and after a text
+    special: bool = True  # add the special tokens that the model expects around a text
     words: list[str] = []
 
 
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A conversation to token ids, through the model's chat template."""
+    """Convert a conversation to token ids with the model's chat template."""
 
     messages: Any  # as the client sent them
     options: dict[str, Any]
@@ -43,7 +43,7 @@ class Chat(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The reply of /tokenize."""
+    """Write the reply of /tokenize."""
 
     source: Encode | Chat
     max_length: int
@@ -51,7 +51,7 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The reply of /detokenize."""
+    """Write the reply of /detokenize."""
 
     ids: list[int]
 
@@ -60,25 +60,25 @@ Job = Encode | Chat | Tokenize | Detokenize | Reply
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """A text's tokens."""
+    """The tokens of a text."""
 
     count: int
-    ids: list[int]  # or the last of them, if only these are wanted; none, if there are more than the context holds
-    is_estimate: bool = False  # there are at least so many: the text was too large to be tokenized
+    ids: list[int]  # all, or only the last if room.keep is set; empty if they exceed the context
+    is_estimate: bool = False  # count is a lower bound: the text was too large to tokenize
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """What Encode and Chat give."""
+    """The result of Encode and Chat."""
 
     prompts: list[Prompt]
     words: list[list[int]]  # bad words in token ids
 
 
 def perform(job: Job, tokenizer: Tokenizer | None) -> Encoded | bytes:
-    """Do a job; a RequestError is its client's."""
+    """Run a job; a RequestError is an error of the client."""
     if isinstance(job, Reply):
         return job.write(tokenizer)
-    assert tokenizer is not None, "text is refused before it gets here"
+    assert tokenizer is not None, "Reader rejects text without a tokenizer"
     match job:
         case Tokenize():
             return _tokenize(job, tokenizer)
@@ -88,7 +88,7 @@ def perform(job: Job, tokenizer: Tokenizer | None) -> Encoded | bytes:
 
 
 def estimate(text: str, most: int, tokenizer: Tokenizer) -> int | None:
-    """Return a number of tokens that a text has at least, if that is more than `most`; None if the text may fit."""
+    """Return a lower bound of the text's tokens if it exceeds `most`, or None if the text may fit."""
     longest = tokenizer.longest_token
     if 4 * len(text) <= most * longest:  # a character has at most four bytes
         return None
@@ -105,7 +105,7 @@ def _encode(job: Encode | Chat, tokenizer: Tokenizer) -> Encoded:
 
 def _write(job: Chat, tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template
-    assert template is not None, "a model without one is refused before"
+    assert template is not None, "Reader rejects chats without a template"
     messages = read_messages({"messages": job.messages})
     return render(template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **job.options)
 
@@ -115,7 +115,7 @@ def _prompt(text: str, room: Room, tokenizer: Tokenizer, special: bool) -> Promp
         if (least := estimate(text, room.most, tokenizer)) is not None:
             return Prompt(least, [], is_estimate=True)
     else:
-        # Twice the text that the longest tokens could fill: where it is cut, the tokens kept no longer feel it.
+        # Twice the text that the longest tokens could fill, so that the cut does not change the tokens kept.
         text = text[-2 * (room.most + 1) * tokenizer.longest_token :]
     [ids] = tokenizer.encode_batch([text], special)
     kept = ids if room.keep is None else ids[-room.keep :]

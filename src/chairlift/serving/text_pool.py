@@ -1,7 +1,7 @@
-"""TextPool: an HTTP process's text processes. The event loop never tokenizes, renders or writes anything long.
+"""TextPool: the text processes of an HTTP process, which keep long text work off its event loop.
 
-Jobs go by their size into one of two lanes with processes of their own, so that a chat never waits for a book. In a
-lane the shortest job is next. What waits is bounded in bytes; a job whose client has left is dropped.
+Short and long jobs have separate lanes with their own processes, so that a short chat never waits for a long text. A
+lane runs its shortest job first. Waiting jobs are bounded in bytes; a job is dropped if its client disconnects.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from chairlift.text.tokenizer import Tokenizer
 log = logging.getLogger("chairlift")
 
 SHORT = 32_000  # bytes of a job that takes some tens of milliseconds
-SECONDS, LONG_SECONDS = 5.0, 20.0  # a short job that takes so long is a chat template that does not end
-MEMORY = 1 << 30  # bytes for one job: a million tokens of English take half
-_MOST_WAITING = 32 << 20  # bytes in a lane: four bodies of the largest size, or thousands of chats
-_EACH = 1024  # bytes that a waiting job takes beside its own
+SECONDS, LONG_SECONDS = 5.0, 20.0  # limits of a job; a short one that exceeds its limit has an endless chat template
+MEMORY = 1 << 30  # bytes for one job: a million tokens of English use half of it
+_MOST_WAITING = 32 << 20  # bytes per lane: four bodies of the largest size, or thousands of chats
+_EACH = 1024  # bytes of overhead per waiting job
 _LONG_PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 Result = Encoded | list[bytes]
@@ -40,7 +40,7 @@ class TextPool:
     """The text processes of one HTTP process."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        # A file without a name: every process reads the tokenizer from it, and it is gone with the last of them.
+        # An unnamed file, from which every text process reads the tokenizer.
         self._setup = tempfile.TemporaryFile()  # noqa: SIM115
         self._setup.write(encode(Setup.of(tokenizer)))
         self._setup.flush()
@@ -49,11 +49,11 @@ class TextPool:
         self._long = Lane(file, LONG_SECONDS, processes=_LONG_PROCESSES)
 
     def start(self) -> None:
-        """Start the process that short jobs need, before one comes; others start when there is work for them."""
+        """Start the process for short jobs; the others start on demand."""
         self._short.start()
 
     async def do(self, job: Job) -> Result:
-        """A job's result: numbers, or pieces of JSON. A RequestError or a Failure says why there is none."""
+        """Run a job; return token ids or pieces of JSON, or raise a RequestError or a Failure."""
         raw = encode(job)
         return await (self._short if len(raw) <= SHORT else self._long).do(raw)
 
@@ -67,13 +67,13 @@ class TextPool:
 @dataclass(slots=True, order=True)
 class _Order:
     size: int
-    number: int  # the earlier of two of one size goes first
+    number: int  # order of arrival among jobs of one size
     raw: bytes
     result: asyncio.Future[Result]
 
 
 class Lane:
-    """Text processes with one queue; each is driven by a task, and replaced when it ends."""
+    """Text processes with one queue; a task drives each process and replaces it when it ends."""
 
     def __init__(self, file: int, seconds: float, processes: int) -> None:
         self._file = file
@@ -86,14 +86,14 @@ class Lane:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Have one more process."""
+        """Start one more process."""
         self._tasks.append(asyncio.create_task(self._run()))
 
     async def do(self, raw: bytes) -> Result:
-        """Do a job, once the shorter ones before it are done."""
+        """Run a job after the shorter ones in the queue."""
         cost = len(raw) + _EACH
         if self._waiting + cost > _MOST_WAITING:
-            waiting = f"{self._queue.qsize()} texts of {self._waiting >> 20} MiB in all are waiting to be read"
+            waiting = f"{self._queue.qsize()} texts of {self._waiting >> 20} MiB in all are waiting to be processed"
             raise Failure(
                 f"{waiting}: try again in a moment", 429, "rate_limit_error", "text_queue_full", retry_after=2.0
             )
@@ -107,10 +107,10 @@ class Lane:
             return await result
         finally:
             self._waiting -= cost
-            order.raw = b""  # where the client has left, the order stays in the queue
+            order.raw = b""  # after a disconnect the order stays in the queue, without its bytes
 
     async def close(self) -> None:
-        """End the processes; jobs under way fail."""
+        """End the processes and cancel their jobs."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -119,7 +119,7 @@ class Lane:
     async def _run(self) -> None:
         worker: Worker | None = None
         try:
-            with suppress(OSError):  # the first job tries again, and tells its client
+            with suppress(OSError):  # the first job tries again, and reports the error
                 worker = await Worker.start(self._file, self._seconds)
             while True:
                 self._idle += 1
@@ -127,15 +127,15 @@ class Lane:
                     order = await self._queue.get()
                 finally:
                     self._idle -= 1
-                if not order.result.done():  # else its client has left
+                if not order.result.done():  # else its client has disconnected
                     worker = await self._serve(worker, order)
         finally:
             if worker is not None:
                 await worker.end()
 
     async def _serve(self, worker: Worker | None, order: _Order) -> Worker | None:
-        """Do one job; a process that ended for no fault of the job's is replaced, and the job done again, once."""
-        failure: Exception = unavailable("the process that reads text has ended twice: try again in a moment")
+        """Run one job; if the process ends for another reason than the job's limits, replace it and retry once."""
+        failure: Exception = unavailable("the text process has ended twice: try again in a moment")
         try:
             for _ in range(2):
                 if order.result.done():
@@ -154,8 +154,8 @@ class Lane:
                     if end.is_last:
                         await worker.end()
                     return None if end.is_last else worker
-        except OSError as error:  # no process can be started, or no pipe made
-            failure = unavailable(f"no process can be started to read text: {error.strerror or error}")
+        except OSError as error:  # a process or a pipe could not be created
+            failure = unavailable(f"a text process cannot be started: {error.strerror or error}")
         except asyncio.CancelledError:
             order.result.cancel()
             raise
@@ -179,23 +179,23 @@ def _settle(result: asyncio.Future[Result], end: End, pieces: list[bytes]) -> No
 
 
 def too_slow(seconds: float) -> RequestError:
-    """Say that a job was stopped because of its time."""
+    """Return the error of a job that exceeded its time limit."""
     return RequestError(
-        f"the text takes longer than {seconds:g} s to be read: send less; where short texts fail, too, the model's "
+        f"the text takes longer than {seconds:g} s to process: send less; if short texts fail too, the model's "
         "chat template does not end"
     )
 
 
 def too_large() -> RequestError:
-    """Say that a job was stopped because of its memory."""
+    """Return the error of a job that exceeded its memory limit."""
     return RequestError(
-        f"the text takes more than {MEMORY >> 20} MiB of memory to be read: send less; where short texts fail, too, "
-        "the model's chat template makes too much of it"
+        f"the text takes more than {MEMORY >> 20} MiB of memory to process: send less; if short texts fail too, "
+        "the model's chat template uses too much of it"
     )
 
 
 class Ended(Exception):  # noqa: N818
-    """A text process is gone."""
+    """A text process has ended."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -211,7 +211,7 @@ class Worker:
 
     @staticmethod
     async def start(file: int, seconds: float) -> Worker:
-        """Start one; it reads its tokenizer while its first job waits in the pipe."""
+        """Start a process; it loads its tokenizer while its first job waits in the pipe."""
         arguments = (str(file), str(seconds), str(MEMORY))
         return Worker(
             await asyncio.create_subprocess_exec(
@@ -220,12 +220,12 @@ class Worker:
                 stdout=PIPE,
                 pass_fds=(file,),
                 env=environment(),
-                start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends it in order
+                start_new_session=True,  # a terminal's Ctrl-C must not end it before the server has drained
             )
         )
 
     async def ask(self, raw: bytes) -> tuple[End, list[bytes]]:
-        """Have a job done: the end of its result, and the pieces of it that came before."""
+        """Run a job; return its End frame, and the pieces before it."""
         try:
             self._stdin.write(length_of(raw))
             self._stdin.write(raw)
@@ -238,7 +238,7 @@ class Worker:
             raise Ended(await self._process.wait()) from None
 
     async def end(self) -> None:
-        """End it now."""
+        """Kill the process."""
         with suppress(ProcessLookupError):
             self._process.kill()
         self._stdin.close()

@@ -1,7 +1,7 @@
-"""A text process: does jobs on text for an HTTP process, within limits of time and memory, and imports no torch.
+"""A text process: runs jobs on text for an HTTP process, within limits of time and memory; it imports no torch.
 
-It is started with an open file that has the tokenizer (Setup), and the limits. Orders come through its stdin and
-results go through its stdout, in frames. It ends when the HTTP process closes the pipe, in whatever way that ends.
+Its arguments are an open file with the tokenizer (Setup), and the limits. It reads jobs from stdin and writes results
+to stdout, in frames. It ends when the HTTP process closes the pipe or ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from chairlift.text.confined import confine, deadline, resident
 from chairlift.text.frames import read_frame, write_frame
 from chairlift.text.tokenizer import Tokenizer
 
-PIECE = 1 << 18  # bytes of a result in one frame
-_GROWTH = 1 << 28  # bytes that it may keep after a job; with more it is to be replaced, since they do not come back
+PIECE = 1 << 18  # bytes of a result per frame
+_GROWTH = 1 << 28  # bytes of growth above which the process is replaced after a job: its memory is not returned
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """A tokenizer, in a form that another process can make it from."""
+    """A tokenizer in serialized form, for another process."""
 
     tokenizer: str | None
     bos_token_id: int | None = None
@@ -33,7 +33,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(tokenizer: Tokenizer | None) -> Setup:
-        """Describe a tokenizer."""
+        """Serialize a tokenizer."""
         if tokenizer is None:
             return Setup(None)
         return Setup(
@@ -45,7 +45,7 @@ class Setup(msgspec.Struct, frozen=True):
         )
 
     def make(self) -> Tokenizer | None:
-        """Make the tokenizer that was described."""
+        """Restore the tokenizer."""
         if self.tokenizer is None:
             return None
         made = Tokenizer(
@@ -54,29 +54,29 @@ class Setup(msgspec.Struct, frozen=True):
             eos_token_id=self.eos_token_id,
             chat_template=self.chat_template,
         )
-        made.__dict__["longest_token"] = self.longest_token  # known already: the vocabulary is long
+        made.__dict__["longest_token"] = self.longest_token  # avoids a pass over the vocabulary
         return made
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """The job cannot be done as asked: a RequestError's words."""
+    """Result of a job that raised a RequestError."""
 
     message: str
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The job takes more memory than it may."""
+    """Result of a job that exceeded its memory limit."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag=23):
-    """The result is in the frames before this one."""
+    """Result of a job that wrote JSON, in the frames before this one."""
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
     """The last frame of a job's result."""
 
     result: Encoded | Refused | OutOfMemory | Written
-    is_last: bool = False  # the process has grown so much that it ends now
+    is_last: bool = False  # the process ends now, because its memory has grown too much
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -86,7 +86,7 @@ _decode_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 def do(raw: bytes, tokenizer: Tokenizer | None) -> tuple[Encoded | Refused | OutOfMemory | Written, bytes]:
-    """A job's result, and the bytes that go before it."""
+    """Run an encoded job; return its result, and the JSON to send before it."""
     try:
         found = perform(_decode_job(raw), tokenizer)
     except RequestError as error:
@@ -97,7 +97,7 @@ def do(raw: bytes, tokenizer: Tokenizer | None) -> tuple[Encoded | Refused | Out
 
 
 def main() -> None:
-    """Serve the parent process until it closes the pipe."""
+    """Run jobs until the parent process closes the pipe."""
     file, seconds, memory = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     source, target = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = _decode_setup(os.pread(file, os.fstat(file).st_size, 0)).make()

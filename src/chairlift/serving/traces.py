@@ -1,4 +1,4 @@
-"""Traces: one OpenTelemetry span for each request, for those who collect them (pip install 'chairlift[otel]')."""
+"""Traces: one OpenTelemetry span per request (pip install 'chairlift[otel]')."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Traces:
     def record(
         self, route: str, status: int, seconds: float, id: str, headers: Mapping[str, str], outputs: list[RequestOutput]
     ) -> None:
-        """A request has ended; its caller's trace goes on in its span if the headers name one."""
+        """Record the span of an ended request, as a child of the trace that its headers name, if any."""
         end = time.time_ns()
         span = self._tracer.start_span(
             route, context=self._parent.extract(headers), start_time=end - int(seconds * 1e9)
@@ -55,5 +55,5 @@ class Traces:
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

@@ -1,4 +1,4 @@
-"""Further HTTP processes on the same listening socket: started, watched and ended by the first."""
+"""Further HTTP processes on the same listening socket: the first one starts, restarts and ends them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ log = logging.getLogger("chairlift")
 
 
 class Inherited(msgspec.Struct, frozen=True):
-    """Descriptors that a further HTTP process has from the first."""
+    """Descriptors that a further HTTP process inherits from the first."""
 
     listener: int
     beat: int
-    keys: int  # of the Keyring in JSON, or null: all processes have the same, even if the key file changes
+    keys: int  # the Keyring in JSON, or null: the same in all processes, even if the key file changes
     accounts: int
 
 
 class Helpers:
-    """Further HTTP processes on the same listening socket."""
+    """The further HTTP processes, owned by the first."""
 
     def __init__(self, plan: Plan, listener: int, beat: Beat, keyring: Keyring | None, accounts: Accounts) -> None:
         self._plan = plan
@@ -47,8 +47,8 @@ class Helpers:
         self._task = asyncio.create_task(self._watch())
 
     def _start(self, worker: int) -> subprocess.Popen[bytes]:
-        said = msgspec.json.encode([self._plan, worker, self._inherited]).decode()
-        command = [sys.executable, "-m", "chairlift.serving.http_process", said]
+        argument = msgspec.json.encode([self._plan, worker, self._inherited]).decode()
+        command = [sys.executable, "-m", "chairlift.serving.http_process", argument]
         return subprocess.Popen(command, pass_fds=msgspec.structs.astuple(self._inherited), start_new_session=True)
 
     async def _watch(self) -> None:
@@ -59,22 +59,22 @@ class Helpers:
                     log.error("HTTP process %d ended with code %s; it is started again", worker, process.returncode)
                     self._accounts.clear(worker)
                     try:
-                        folder = Path(self._plan.folder)  # others may have removed it
+                        folder = Path(self._plan.folder)  # a cleaner of /tmp may have removed it
                         private_folder(folder)
                         (folder / "metrics").mkdir(exist_ok=True)
                         self._processes[worker] = self._start(worker)
-                    except (OSError, ChairliftError) as error:  # the next look tries again
+                    except (OSError, ChairliftError) as error:  # retried in the next iteration
                         log.error("HTTP process %d cannot be started: %s", worker, error)
 
     def drain(self) -> None:
-        """Tell them all to finish; told twice, they end at once."""
+        """Send SIGTERM: they drain; a second one ends them at once."""
         if self._task is not None:
             self._task.cancel()
         for process in self._processes.values():
             process.terminate()
 
     async def stop(self) -> None:
-        """Wait for their end, a little longer than their grace."""
+        """Wait until they have ended, for 5 s longer than their grace time; then kill them."""
         end = time.monotonic() + self._plan.grace + 5
         for process in self._processes.values():
             try:
