@@ -129,7 +129,7 @@ def test_what_is_shared_moved_and_read_together_changes_no_token(way: str, tmp_p
         assert sum(memory.prefix_cache.returns) > 0, "nothing came back"
     if way == "reading together":
         graphs = llm.engine._executor._graphs  # type: ignore[attr-defined]
-        assert any(shares and size < 256 for size, shares, _ in graphs._recorded), "nothing was read together"
+        assert any(shares and size < 256 for size, shares, _ in graphs._captured), "nothing was read together"
 
 
 def test_steps_of_every_size_give_the_same_tokens(tmp_path: Path) -> None:

@@ -59,19 +59,19 @@ class Beams(Group):
         self._params = request.params
         self._stops = request.stop_ids
         self._longest = limit - len(request.prompt)
-        self._offers: dict[Sequence, Candidates] = {}
+        self._candidates: dict[Sequence, Candidates] = {}
         self._beams: dict[Sequence, Beam] = {}  # how each member came to where it is; at first only one is anywhere
 
-    def offer(self, sequence: Sequence, candidates: Candidates) -> bool:
+    def add_candidates(self, sequence: Sequence, candidates: Candidates) -> bool:
         """Take a member's likeliest next tokens; whether all have offered theirs."""
         if not self._beams:
             self._beams[self.members[0]] = Beam(0.0, self.members[0])
-        self._offers[sequence] = candidates
-        return len(self._offers) == len(self.members)
+        self._candidates[sequence] = candidates
+        return len(self._candidates) == len(self.members)
 
-    def withdraw(self) -> None:
+    def drop_candidates(self) -> None:
         """Drop this round's candidates: the members are preempted, and compute them again."""
-        self._offers.clear()
+        self._candidates.clear()
 
     def choose(self) -> list[Beam]:
         """The beams that go on, one for each of the first members; none: the search is over."""
@@ -85,7 +85,7 @@ class Beams(Group):
             self.finished += (beam._replace(score=beam.score / length**params.length_penalty) for beam in ended)
             self.finished = sorted(self.finished, key=itemgetter(0), reverse=True)[:width]
         going = [] if is_last else self._best(width, with_stops=False)
-        self._offers.clear()
+        self._candidates.clear()
         if self._is_over(going, length):
             return []
         self._beams = dict(zip(self.members, going, strict=False))
@@ -106,7 +106,7 @@ class Beams(Group):
     def _best(self, count: int, *, with_stops: bool) -> list[Beam]:
         """The best of what the members offer, tokens that end an answer among them or not."""
         offered = (
-            self._continued(before, sequence, self._offers[sequence], with_stops)
+            self._continued(before, sequence, self._candidates[sequence], with_stops)
             for sequence, before in self._beams.items()
         )
         return list(islice(merge(*offered, key=itemgetter(0), reverse=True), count))

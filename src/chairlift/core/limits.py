@@ -31,7 +31,7 @@ class Limits:
                 "each running sequence needs one token a step; raise step_tokens or lower max_sequences"
             )
 
-    def longest(self, request: Request) -> int:
+    def max_tokens_of(self, request: Request) -> int:
         """Return the largest number of tokens, prompt included, that a sequence of the request may have."""
         max_tokens = request.params.max_tokens
         return self.max_length if max_tokens is None else min(self.max_length, len(request.prompt) + max_tokens)
@@ -42,10 +42,10 @@ class Limits:
         >>> Limits(1, 8, 8, 100).truncate([1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(truncate_prompt_tokens=3))
         [7, 8, 9]
         """
-        keep = self.kept(params)
+        keep = self.kept_prompt_tokens(params)
         return prompt if keep is None or len(prompt) <= keep else prompt[-keep:]
 
-    def kept(self, params: SamplingParams) -> int | None:
+    def kept_prompt_tokens(self, params: SamplingParams) -> int | None:
         """Return the number of last prompt tokens that truncate_prompt_tokens keeps; None keeps all."""
         if params.truncate_prompt_tokens != ALL:
             return params.truncate_prompt_tokens
@@ -103,7 +103,7 @@ class Limits:
     def _check_scores(self, request: Request) -> None:
         """Raise RequestError for log-probabilities of the whole vocabulary at more positions than fit in memory."""
         params = request.params
-        scored = params.width * (self.longest(request) - len(request.prompt)) if params.logprobs == ALL else 0
+        scored = params.width * (self.max_tokens_of(request) - len(request.prompt)) if params.logprobs == ALL else 0
         scored += len(request.prompt) if params.prompt_logprobs == ALL else 0
         if scored * self.vocab_size > _MOST_SCORES:
             raise RequestError(

@@ -82,7 +82,7 @@ class Engine:
         return self.scheduler.has_work or self._in_flight is not None or bool(self._late)
 
     @property
-    def may_begin_early(self) -> bool:
+    def may_step_while_submitting(self) -> bool:
         """Whether to step does not wait for the device, nor do those who come later change what is planned now."""
         return self._overlap and self.scheduler.serves_in_order
 

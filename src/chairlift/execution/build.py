@@ -115,7 +115,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     scheduling = settings.scheduling
     window = decoder.window  # what no layer sees need not be kept
     caches = settings.cache.prefix_cache and not window
-    host_blocks, disk_blocks = choose_shelves(settings, capacity, device, caches)
+    host_blocks, disk_blocks = choose_swap_blocks(settings, capacity, device, caches)
     cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
     pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
     known = PrefixCache(pool, (host, shelf), cost) if caches else None
@@ -165,7 +165,7 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     return Limits(sequences, step_tokens, length, config.vocab_size)
 
 
-def choose_shelves(settings: Settings, capacity: Capacity, device: torch.device, caches: bool) -> tuple[int, int]:
+def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, caches: bool) -> tuple[int, int]:
     """Blocks of host memory and of a file for what has to make room on the device; none where nothing goes there."""
     chosen, size = settings.cache, capacity.block_size
     swaps, spills = settings.scheduling.preemption != "recompute", caches and chosen.disk_cache is not None

@@ -14,15 +14,15 @@ from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.crowding import Crowding
-from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
+from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
-from chairlift.execution.scores import Offers, Scores, Scoring, score_tokens
+from chairlift.execution.scores import BeamCandidates, Scores, Scoring, score_tokens
 from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
-from chairlift.ops.filters import NOTHING
+from chairlift.ops.filters import NO_TOKEN
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.masks import forbid_, pack_masks
 from chairlift.ops.triton_found import HAS_TRITON
@@ -36,7 +36,7 @@ class Ticket:
 
     tokens: np.ndarray
     done: torch.Event | None
-    scores: list[tuple[list[int], Scores | Offers]]  # of which samples
+    scores: list[tuple[list[int], Scores | BeamCandidates]]  # of which samples
     prompt_scores: list[PromptScores]
     masked: Masked | None = None  # what `choose` is yet to complete
 
@@ -101,7 +101,10 @@ class TorchExecutor:
         is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
         self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
         # Where the tokens of a step arrive: they are read long before its turn comes again.
-        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
+        places = [
+            torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(STAGING_BUFFERS)
+        ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
 
     @torch.inference_mode()
@@ -109,10 +112,10 @@ class TorchExecutor:
         """Run steps as recorded ones; the block is one that no sequence ever gets."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
-        recorder = Recorder(self._decoder, self._cache, self._rows, limits.max_sequences)
-        self._graphs, self._mixed = DecodeGraphs(recorder), MixedGraphs(recorder, limits.step_tokens)
-        self._mixed.record()
-        self._graphs.record()
+        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences)
+        self._graphs, self._mixed = DecodeGraphs(capturer), MixedGraphs(capturer, limits.step_tokens)
+        self._mixed.capture()
+        self._graphs.capture()
 
     def launch(self, step: Step) -> Ticket:
         """Start one forward pass."""
@@ -150,9 +153,9 @@ class TorchExecutor:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
         # Copies of what the model said: the sampler changes logits by penalties and temperature.
-        raw = logits[self._send(scored)] if scored.size else None
+        raw = logits[self._to_device(scored)] if scored.size else None
         places = np.array(step.masked, np.int64)
-        own = logits[self._send(places)] if step.masked else None
+        own = logits[self._to_device(places)] if step.masked else None
         if tokens is None:
             tokens = self._sampler.sample(logits, rows, positions)
             self._rows.put(rows, positions, tokens)
@@ -160,7 +163,7 @@ class TorchExecutor:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
             return Ticket(np.empty(0, np.int64), None, [], prompt_scores, masked)
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        return Ticket(self._bring(tokens), self._record(), scores, prompt_scores)
+        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores)
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
         """Choose the tokens of a step's masked samples, in place of those that `launch` chose without a mask."""
@@ -175,17 +178,17 @@ class TorchExecutor:
         places, logits, tokens, rows, positions, scored, raw = ticket.masked
         ticket.masked = None
         logits = logits.float().contiguous()
-        forbid_(logits, self._send(pack_masks(masks, logits.shape[1])))
+        forbid_(logits, self._to_device(pack_masks(masks, logits.shape[1])))
         chosen = self._sampler.sample(logits, rows[places], positions[places])
         self._rows.put(rows[places], positions[places], chosen)
-        tokens = tokens.index_copy(0, self._send(places), chosen.to(tokens.dtype))
+        tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
         ticket.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        ticket.tokens, ticket.done = self._bring(tokens), self._record()
+        ticket.tokens, ticket.done = self._to_host(tokens), self._record()
 
     def _score(
         self, raw: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, scored: np.ndarray
-    ) -> list[tuple[list[int], Scores | Offers]]:
-        return self._scoring.score(raw, tokens[self._send(scored)], rows[scored], scored)
+    ) -> list[tuple[list[int], Scores | BeamCandidates]]:
+        return self._scoring.score(raw, tokens[self._to_device(scored)], rows[scored], scored)
 
     def _find_decodes(self, step: Step) -> Decodes | None:
         """Return the decodes of a step that holds nothing else: no prompt, no fork, no prompt's log-probabilities.
@@ -221,7 +224,7 @@ class TorchExecutor:
 
         If all rows are greedy, also their tokens, written to these rows and positions.
         """
-        self._rows.tell_changes()
+        self._rows.flush_changes()
         is_scored = self._scoring.reads_prompts(flat.rows)
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
         if self._mixed is not None and size is not None:
@@ -232,7 +235,7 @@ class TorchExecutor:
         hidden = self._decoder.forward(inputs, batch, self._cache, None if is_scored else batch.only(wanted))
         scores = self._score_prompts(flat, hidden) if is_scored else []
         if is_scored:
-            hidden = hidden[self._send(wanted)]
+            hidden = hidden[self._to_device(wanted)]
         return self._decoder.logits(hidden) if wanted.size else hidden, None, scores
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -252,7 +255,7 @@ class TorchExecutor:
             for place, entry in zip(places, entries, strict=True):
                 logprobs[place] = entry
         prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
-        failed = [place for place, token in enumerate(tokens) if token == NOTHING] if NOTHING in tokens else []
+        failed = [place for place, token in enumerate(tokens) if token == NO_TOKEN] if NO_TOKEN in tokens else []
         return StepResult(tokens, logprobs, prompts or None, failed)
 
     def _score_prompts(self, flat: Flat, hidden: torch.Tensor) -> list[PromptScores]:
@@ -269,11 +272,11 @@ class TorchExecutor:
                 found.append(PromptScores(place, first + 1, scores))
         return found
 
-    def _send(self, indices: np.ndarray) -> torch.Tensor:
+    def _to_device(self, indices: np.ndarray) -> torch.Tensor:
         """Indices on the device; `torch.tensor` there would wait for all that it is doing."""
         return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
-    def _bring(self, tokens: torch.Tensor) -> np.ndarray:
+    def _to_host(self, tokens: torch.Tensor) -> np.ndarray:
         """Tokens on their way to main memory."""
         place, array = next(self._arrivals)
         count = tokens.shape[0]

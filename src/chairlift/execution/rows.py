@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from chairlift.core.step import Newcomer, Step
-from chairlift.execution.sharing import Grouping, HostShared
-from chairlift.ops.batch import Batch, HostBatch, Shared, count_decodes, send
+from chairlift.execution.sharing import Grouping, HostSharedPrefixes
+from chairlift.ops.batch import Batch, HostBatch, SharedPrefixes, count_decodes, to_device
 from chairlift.ops.look_up import look_up
 
 
@@ -43,14 +43,14 @@ class Rows:
     """
 
     def __init__(
-        self, seats: int, max_length: int, block_size: int, device: torch.device, grouping: Grouping | None = None
+        self, rows: int, max_length: int, block_size: int, device: torch.device, grouping: Grouping | None = None
     ) -> None:
         self.device = device
         self._grouping = grouping  # how decodes that read together are found, where they do
-        self._shared: tuple[bytes, HostShared | None] = b"", None  # of which rows, and what they have in common
+        self._shared: tuple[bytes, HostSharedPrefixes | None] = b"", None  # of which rows, and what they have in common
         self.block_size = block_size
-        self.tokens = torch.zeros(seats + 1, max_length + 1, dtype=torch.int32, device=device)
-        self._tables = np.zeros((seats, -(-max_length // block_size)), np.int32)
+        self.tokens = torch.zeros(rows + 1, max_length + 1, dtype=torch.int32, device=device)
+        self._tables = np.zeros((rows, -(-max_length // block_size)), np.int32)
         # The same on the device, for recorded steps; with one row more, a scratch row whose blocks belong to nobody.
         self.device_tables = torch.empty(0)
         self.scratch_block = -1
@@ -64,7 +64,7 @@ class Rows:
         self.device_tables = torch.full(shape, scratch_block, dtype=torch.int32, device=self.device)
 
     @property
-    def nowhere(self) -> int:
+    def scratch_entry(self) -> int:
         """The last place of all tables on the device: it is the scratch row's."""
         return self.device_tables.numel() - 1
 
@@ -76,7 +76,7 @@ class Rows:
     def update(self, step: Step) -> None:
         """Write the tokens and block tables of newcomers, and the table changes of other rows."""
         if self._places:
-            self.tell_changes()  # left over by a step that failed
+            self.flush_changes()  # left over by a step that failed
         if step.newcomers:
             self._shared = b"", None
             self._write_tokens(step.newcomers)
@@ -88,7 +88,7 @@ class Rows:
         counts = np.array([len(each.tokens) for each in newcomers])
         begins = np.array([each.row for each in newcomers]) * self.tokens.shape[1] - (np.cumsum(counts) - counts)
         what = np.fromiter(chain.from_iterable(each.tokens for each in newcomers), np.int32, int(counts.sum()))
-        places, tokens = send(self.device, np.repeat(begins, counts) + np.arange(what.size), what)
+        places, tokens = to_device(self.device, np.repeat(begins, counts) + np.arange(what.size), what)
         self.tokens.view(-1)[places.long()] = tokens
 
     def _write_tables(self, step: Step) -> None:
@@ -106,15 +106,15 @@ class Rows:
     def take_changes(self, room: int) -> dict[str, np.ndarray]:
         """What the device does not know of the tables, for a step that tells it; if it is too much, it is told now."""
         if len(self._places) > room:
-            self.tell_changes()
+            self.flush_changes()
         found = {"places": np.array(self._places, np.int32), "blocks": np.array(self._changed, np.int32)}
         self._places, self._changed = [], []
         return found
 
-    def tell_changes(self) -> None:
+    def flush_changes(self) -> None:
         """Tell the device what it does not know of the tables, in one transfer."""
         if self.device_tables.numel() and self._places:
-            places, blocks = send(self.device, np.array(self._places, np.int32), np.array(self._changed, np.int32))
+            places, blocks = to_device(self.device, np.array(self._places, np.int32), np.array(self._changed, np.int32))
             self.change_tables(places, blocks)
         self._places, self._changed = [], []
 
@@ -122,7 +122,7 @@ class Rows:
         """Write to the tables on the device."""
         self.device_tables.view(-1)[places.long()] = blocks
 
-    def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostShared | None:
+    def find_shared(self, rows: np.ndarray, contexts: np.ndarray) -> HostSharedPrefixes | None:
         """What decodes have in common; it is looked for again only when others decode."""
         if self._grouping is None or not rows.size:
             return None
@@ -142,9 +142,9 @@ class Rows:
         batch = Batch.on(self.device, host)
         shared = self.find_shared(rows[:decodes], contexts[:decodes])
         if shared is not None:
-            items, members, prefixes, parts = send(self.device, *shared)
-            batch.shared = Shared(items, members, prefixes, parts, int(shared.parts.sum()))
-        return self.tokens[self._send(rows[owner]).long(), batch.positions.long()], batch
+            items, members, prefixes, parts = to_device(self.device, *shared)
+            batch.shared = SharedPrefixes(items, members, prefixes, parts, int(shared.parts.sum()))
+        return self.tokens[self._to_device(rows[owner]).long(), batch.positions.long()], batch
 
     def tokens_and_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands at some rows and positions, and where its keys and values go, all known by the device."""
@@ -153,7 +153,7 @@ class Rows:
         return self.tokens[row, position], blocks * self.block_size + position % self.block_size
 
     def gather_decodes(
-        self, rows: torch.Tensor, positions: torch.Tensor, host: HostBatch, shared: Shared | None
+        self, rows: torch.Tensor, positions: torch.Tensor, host: HostBatch, shared: SharedPrefixes | None
     ) -> tuple[torch.Tensor, Batch]:
         """The same for decodes of which the device itself knows who they are: nothing comes from the host."""
         tokens, slots, contexts, tables = look_up(rows, positions, self.tokens, self.device_tables, self.block_size)
@@ -161,12 +161,12 @@ class Rows:
 
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""
-        where, at = send(self.device, rows, positions)
+        where, at = to_device(self.device, rows, positions)
         self.put_at(where, at, sampled)
 
     def put_at(self, rows: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor) -> None:
         """The same for rows and positions on the device."""
         self.tokens[rows.long(), positions.long()] = sampled.to(torch.int32)
 
-    def _send(self, array: np.ndarray) -> torch.Tensor:
-        return send(self.device, array)[0]
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(self.device, array)[0]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from chairlift.core.step import Newcomer, Processor, Sampling
-from chairlift.ops.batch import send
+from chairlift.ops.batch import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,7 @@ class Rules:
     ) -> None:
         """Ban the last token of each bad word whose other tokens are the row's last ones."""
         reach, worded = prepared.reach, prepared.worded
-        row, position = (each.long() for each in send(self._device, rows[worded], positions[worded]))
+        row, position = (each.long() for each in to_device(self._device, rows[worded], positions[worded]))
         places = position[:, None] + torch.arange(-reach, 0, device=self._device)
         seen = self._tokens[row[:, None], places.clamp(min=0)].masked_fill(places < 0, -1)
         matches = []
@@ -181,14 +181,14 @@ class Rules:
         found = []
         for _, group in groupby(fitting, key=len):
             ids = np.array(list(group), np.int32)
-            found.append(Words(send(self._device, np.ascontiguousarray(ids[:, :-1]))[0], ids[:, -1]))
+            found.append(Words(to_device(self._device, np.ascontiguousarray(ids[:, :-1]))[0], ids[:, -1]))
         return tuple(found)
 
     def _places(self, parts: Iterable[np.ndarray]) -> torch.Tensor:
-        return send(self._device, np.concatenate(list(parts)))[0].long()
+        return to_device(self._device, np.concatenate(list(parts)))[0].long()
 
     def _floats(self, values: np.ndarray) -> torch.Tensor:
-        return send(self._device, values.view(np.int32))[0].view(torch.float32)
+        return to_device(self._device, values.view(np.int32))[0].view(torch.float32)
 
 
 def _ids(ids: Iterable[int]) -> np.ndarray:

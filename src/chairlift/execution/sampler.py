@@ -21,17 +21,17 @@ _MOST = 1 << 30  # tokens that top_k may keep: more than any vocabulary has, and
 class Sampler:
     """Keeps each row's parameters in arrays, so that a step reads them all at once."""
 
-    def __init__(self, seats: int, tokens: torch.Tensor, vocabulary: int) -> None:
-        self._tokens = tokens  # [seats, length] everything each row holds, owned by Rows
+    def __init__(self, rows: int, tokens: torch.Tensor, vocabulary: int) -> None:
+        self._tokens = tokens  # [rows, length] everything each row holds, owned by Rows
         self._device = tokens.device
-        self._temperature = np.zeros(seats, np.float32)
-        self._top_k = np.zeros(seats, np.int64)
-        self._top_p = np.ones(seats, np.float32)
-        self._min_p = np.zeros(seats, np.float32)
-        self._penalties = np.zeros((3, seats), np.float32)
-        self._has_penalties = np.zeros(seats, bool)
-        self._prompt_length = np.zeros(seats, np.int64)
-        self._seed = np.zeros(seats, np.uint64)
+        self._temperature = np.zeros(rows, np.float32)
+        self._top_k = np.zeros(rows, np.int64)
+        self._top_p = np.ones(rows, np.float32)
+        self._min_p = np.zeros(rows, np.float32)
+        self._penalties = np.zeros((3, rows), np.float32)
+        self._has_penalties = np.zeros(rows, bool)
+        self._prompt_length = np.zeros(rows, np.int64)
+        self._seed = np.zeros(rows, np.uint64)
         self._rules = Rules(tokens, vocabulary)
 
     def place(self, newcomer: Newcomer) -> None:
@@ -58,7 +58,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """One token for each row of logits, which may be changed; it will stand at `positions`.
 
-        Where a row's rules, or its logits, leave none, it is sampling.NOTHING.
+        Where a row's rules, or its logits, leave none, it is sampling.NO_TOKEN.
         """
         is_ruled = self._rules.have_any(rows)
         penalized = np.flatnonzero(self._has_penalties[rows])
@@ -74,17 +74,17 @@ class Sampler:
         if random.size == rows.size or sampling.is_fused(logits):
             return self._draw(logits, rows, positions)
         tokens = sampling.likeliest(logits)
-        index = self._send(random)
+        index = self._to_device(random)
         tokens[index] = self._draw(logits[index], rows[random], positions[random])
         return tokens
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         shares = np.stack([self._temperature[rows], self._top_p[rows], self._min_p[rows]])
         top_k = self._top_k[rows]
-        temperature, top_p, min_p = self._send(shares)
+        temperature, top_p, min_p = self._to_device(shares)
         is_filtered = (top_k > 0).any() or (shares[1] < 1).any() or (shares[2] > 0).any()
-        filters = Filters(self._send(top_k), top_p, min_p) if is_filtered else None
-        return sampling.draw(logits, temperature, self._send(self._keys(rows, positions)), filters)
+        filters = Filters(self._to_device(top_k), top_p, min_p) if is_filtered else None
+        return sampling.draw(logits, temperature, self._to_device(self._keys(rows, positions)), filters)
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Two 32-bit keys from (seed, position): all the randomness there is."""
@@ -95,14 +95,14 @@ class Sampler:
     def _apply_penalties(self, logits: torch.Tensor, which: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
         sampling.penalize_(
             logits,
-            self._send(which),
-            self._tokens[self._send(rows), : int(lengths.max())],
-            self._send(self._prompt_length[rows]),
-            self._send(lengths),
-            *(self._send(values) for values in self._penalties[:, rows]),
+            self._to_device(which),
+            self._tokens[self._to_device(rows), : int(lengths.max())],
+            self._to_device(self._prompt_length[rows]),
+            self._to_device(lengths),
+            *(self._to_device(values) for values in self._penalties[:, rows]),
         )
 
-    def _send(self, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from chairlift.core.step import Candidates, Newcomer, TokenLogprobs
-from chairlift.ops.batch import send
+from chairlift.ops.batch import to_device
 from chairlift.ops.sampling import candidates, score
 
 
@@ -44,7 +44,7 @@ class Search(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Offers:
+class BeamCandidates:
     """The likeliest tokens of some beams, in host memory or on their way there."""
 
     searches: list[Search]
@@ -63,11 +63,11 @@ class Offers:
 class Scoring:
     """Knows, by row, which log-probabilities are asked for."""
 
-    def __init__(self, seats: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device) -> None:
         self._device = device
-        self._alternatives = np.full(seats, -1)  # -1: nothing is asked for
-        self._prompt_alternatives = np.full(seats, -1)  # the same for tokens of the prompt
-        self._prompt_lengths = np.zeros(seats, np.int64)
+        self._alternatives = np.full(rows, -1)  # -1: nothing is asked for
+        self._prompt_alternatives = np.full(rows, -1)  # the same for tokens of the prompt
+        self._prompt_lengths = np.zeros(rows, np.int64)
         self._searches: dict[int, Search] = {}
 
     def place(self, newcomer: Newcomer) -> None:
@@ -96,26 +96,26 @@ class Scoring:
 
     def score(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, places: np.ndarray
-    ) -> list[tuple[list[int], Scores | Offers]]:
+    ) -> list[tuple[list[int], Scores | BeamCandidates]]:
         """Score the tokens of rows, or find the candidates of those that are beams; each with its place in the step."""
         is_beam = np.array([row in self._searches for row in rows.tolist()])
-        found: list[tuple[list[int], Scores | Offers]] = []
+        found: list[tuple[list[int], Scores | BeamCandidates]] = []
         for kind in (False, True):
             chosen = np.flatnonzero(is_beam == kind)
             if not chosen.size:
                 continue
             part, own = logits, tokens
             if chosen.size < rows.size:
-                which = send(self._device, chosen)[0].long()
+                which = to_device(self._device, chosen)[0].long()
                 part, own = logits[which], tokens[which]
-            scores = self._find_offers(part, rows[chosen]) if kind else self._score_rows(part, own, rows[chosen])
+            scores = self._find_candidates(part, rows[chosen]) if kind else self._score_rows(part, own, rows[chosen])
             found.append((places[chosen].tolist(), scores))
         return found
 
     def _score_rows(self, logits: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray) -> Scores:
         return score_tokens(logits, tokens, self._alternatives[rows].tolist())
 
-    def _find_offers(self, logits: torch.Tensor, rows: np.ndarray) -> Offers:
+    def _find_candidates(self, logits: torch.Tensor, rows: np.ndarray) -> BeamCandidates:
         searches = [self._searches[row] for row in rows.tolist()]
         most = max(search.stops.size for search in searches)
         stops, is_stop = np.zeros((rows.size, most), np.int64), np.zeros((rows.size, most), np.int64)
@@ -123,9 +123,9 @@ class Scoring:
             stops[at, : search.stops.size] = search.stops
             is_stop[at, : search.stops.size] = 1
         count = max(max(search.width, search.alternatives) for search in searches)
-        ids, real = send(self._device, stops, is_stop)
+        ids, real = to_device(self._device, stops, is_stop)
         found = candidates(logits.float(), ids.long(), real.bool(), min(count, logits.shape[-1]))
-        return Offers(searches, *(each.to("cpu", non_blocking=True) for each in found))
+        return BeamCandidates(searches, *(each.to("cpu", non_blocking=True) for each in found))
 
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> Scores:

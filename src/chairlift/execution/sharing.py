@@ -15,8 +15,8 @@ _ALIGNED = 64  # tokens that a program takes at a time
 MOST_PARTS = 16  # that one group's prefix is cut into
 
 
-class HostShared(NamedTuple):
-    """What ops.batch.Shared holds, in main memory."""
+class HostSharedPrefixes(NamedTuple):
+    """What ops.batch.SharedPrefixes holds, in main memory."""
 
     items: np.ndarray
     members: np.ndarray
@@ -32,7 +32,7 @@ class Grouping:
     kv_heads: int
     members_of_item: int  # how many sequences' queries attention takes at a time
 
-    def find(self, tables: np.ndarray, contexts: np.ndarray) -> HostShared | None:
+    def find(self, tables: np.ndarray, contexts: np.ndarray) -> HostSharedPrefixes | None:
         """Group decodes by their tables [decodes, blocks]; None where that saves too little.
 
         A block that two tables hold at the same place is the same in all that stands before it: those that have one in
@@ -53,7 +53,7 @@ class Grouping:
             return None
         return self._cut(groups, prefixes)
 
-    def _cut(self, groups: list[np.ndarray], prefixes: np.ndarray) -> HostShared:
+    def _cut(self, groups: list[np.ndarray], prefixes: np.ndarray) -> HostSharedPrefixes:
         """Cut what groups share into items of about the same size."""
         most = self.members_of_item
         reads = sum(int(prefixes[group[0]]) * -(-len(group) // most) for group in groups)
@@ -70,7 +70,7 @@ class Grouping:
                 count = min(most, len(group) - first)
                 items += ((begun + first, count, low, min(low + size, prefix), i) for i, low in enumerate(lows))
             begun += len(group)
-        return HostShared(np.array(items, np.int32), np.concatenate(groups).astype(np.int32), prefixes, parts)
+        return HostSharedPrefixes(np.array(items, np.int32), np.concatenate(groups).astype(np.int32), prefixes, parts)
 
 
 def _common(tables: np.ndarray) -> int:

@@ -28,13 +28,13 @@ class HostBlocks:
     def move(self, step: Step) -> None:
         """All that a step moves, on the device too; everything is read before anything is written in its place."""
         device = self._cache.data.device
-        loaded = self._turn_over(step.spilled, step.loaded) if step.spilled or step.loaded else None
+        loaded = self._spill_and_load(step.spilled, step.loaded) if step.spilled or step.loaded else None
         if self._stream is None:
             returning = self._data[[source for source, _ in step.restored]]
             if step.saved:
                 self._data[[target for _, target in step.saved]] = self._gather(step.saved)
         else:
-            returning = self._travel(step.saved, step.restored)
+            returning = self._copy_on_stream(step.saved, step.restored)
         if step.copies:
             self._cache.copy(step.copies)
         for pairs, blocks in ((step.restored, returning), (step.loaded, loaded)):
@@ -42,7 +42,7 @@ class HostBlocks:
                 targets = torch.tensor([target for _, target in pairs], device=device)
                 self._cache.data[:, targets] = blocks.to(device).transpose(0, 1)
 
-    def _turn_over(self, spilled: Moves, loaded: Moves) -> torch.Tensor | None:
+    def _spill_and_load(self, spilled: Moves, loaded: Moves) -> torch.Tensor | None:
         """From host memory to the file, and from there as a tensor; what still travels to the host is waited for."""
         assert self._disk is not None, "a plan that spills needs a file"
         if self._stream is not None:
@@ -59,7 +59,7 @@ class HostBlocks:
         sources = torch.tensor([source for source, _ in saved], device=self._cache.data.device)
         return self._cache.data[:, sources].transpose(0, 1).contiguous()
 
-    def _travel(self, saved: Moves, restored: Moves) -> torch.Tensor:
+    def _copy_on_stream(self, saved: Moves, restored: Moves) -> torch.Tensor:
         """On a GPU the copies have a stream of their own.
 
         Those that leave are gathered first and travel while the step computes; those that return are waited for.

@@ -96,7 +96,7 @@ class AsyncEngine:
         self._is_closed = True
         self._thread.close()
         await asyncio.to_thread(self._thread.join)
-        self._let_in()
+        self._release_waiting()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -131,9 +131,9 @@ class AsyncEngine:
             if has_ended:
                 self._streams.pop(stream.id, None)
         if len(self._streams) < self._window:
-            self._let_in()
+            self._release_waiting()
 
-    def _let_in(self) -> None:
+    def _release_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for room in waiting:
             if not room.done():

@@ -103,7 +103,7 @@ class EngineThread:
         changed |= dict.fromkeys(event.sequence.request.id for event in outcome.events)
         changed |= dict.fromkeys(self._failed)
         self._failed.clear()
-        self._hand_out([self._live[each] for each in changed if each in self._live])
+        self._deliver([self._live[each] for each in changed if each in self._live])
 
     def _submit(self, request: Request, text: str | None, stream: Stream) -> None:
         params = request.params
@@ -119,7 +119,7 @@ class EngineThread:
     def _abort(self, request_ids: list[str]) -> None:
         found = [self._live[each] for each in request_ids if each in self._live]
         self._driver.leave([track for track, _ in found])
-        self._hand_out(found)
+        self._deliver(found)
 
     def _close(self) -> None:
         self._is_open = False
@@ -134,7 +134,7 @@ class EngineThread:
                 self._orders.get_nowait()()
         self._abort(list(self._live))
 
-    def _hand_out(self, live: list[tuple[Track, Stream]]) -> None:
+    def _deliver(self, live: list[tuple[Track, Stream]]) -> None:
         changed: list[Change] = []
         for track, stream in live:
             output = track.output

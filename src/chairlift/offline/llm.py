@@ -248,7 +248,7 @@ class LLM:
         choices = self._choose(params, len(read))
         outputs: list[RequestOutput] = []
         tracks: list[Track] = []
-        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_begin_early else math.inf
+        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_step_while_submitting else math.inf
         with no_full_collections():
             try:
                 for each, chosen in zip(read, choices, strict=True):

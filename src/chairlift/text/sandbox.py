@@ -26,7 +26,7 @@ CALL_STEPS = 4  # what a call takes of time, counted in loop items
 MAX_SIZE = 1 << 24
 MAX_BITS = 4096
 
-_purse: ContextVar[int] = ContextVar("chat template steps left", default=0)
+_steps_left: ContextVar[int] = ContextVar("chat template steps left", default=0)
 _SEQUENCES = (str, list, tuple)
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render(self, template: Any, variables: dict[str, Any]) -> str:
         """Render a template of this environment with a full purse, giving up when the text grows too long."""
-        _purse.set(MAX_STEPS)
+        _steps_left.set(MAX_STEPS)
         chunks: list[str] = []
         size = 0
         for chunk in template.generate(variables):
@@ -70,7 +70,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(chunks)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 as Jinja has it
-        _pay(CALL_STEPS)
+        _spend(CALL_STEPS)
         return _bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -95,11 +95,11 @@ class Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _pay(steps: int) -> None:
-    left = _purse.get() - steps
+def _spend(steps: int) -> None:
+    left = _steps_left.get() - steps
     if left < 0:
         raise TemplateRuntimeError(f"it takes more than {MAX_STEPS:,} steps")
-    _purse.set(left)
+    _steps_left.set(left)
 
 
 def _limit_size(size: int) -> None:
@@ -124,11 +124,11 @@ def _bounded(value: T) -> T:
 @pass_context
 def _metered(context: Context, items: Iterable[Any]) -> Iterable[Any]:
     if isinstance(items, Sized):
-        _pay(len(items))
+        _spend(len(items))
         return items
     paid = []
     for item in items:
-        _pay(1)
+        _spend(1)
         paid.append(item)
     return paid
 
@@ -140,7 +140,7 @@ def _concatenated(context: Context, values: Iterable[Any]) -> str:
 
 def _range(*args: int) -> range:
     span = range(*args)
-    _pay(len(span))
+    _spend(len(span))
     return span
 
 
