@@ -1,4 +1,4 @@
-"""The torch executor: one step in, one forward pass over its flat batch, one token out for each of its samples."""
+"""The torch executor: runs a step as one forward pass over its flat batch and returns one token per sample."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.masks import forbid_, pack_masks
 from chairlift.ops.triton_found import HAS_TRITON
 
-_SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
+_SCORED_ROWS = 256  # prompt tokens scored at once: their logits over the whole vocabulary are in memory together
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A step under way: what `collect` will wait for."""
+    """A step in flight, for `collect` to wait for."""
 
     tokens: np.ndarray
     done: torch.Event | None
-    scores: list[tuple[list[int], Scores | BeamCandidates]]  # of which samples
+    scores: list[tuple[list[int], Scores | BeamCandidates]]  # with the numbers of the scored samples
     prompt_scores: list[PromptScores]
-    masked: Masked | None = None  # what `choose` is yet to complete
+    masked: Masked | None = None  # completed by `choose`
 
 
 class Masked(NamedTuple):
-    """A step whose constrained samples have no token yet."""
+    """The constrained samples of a step, before `choose` has chosen their tokens."""
 
     places: np.ndarray  # numbers of these samples
     own_logits: torch.Tensor  # of these samples, before penalties and temperature
@@ -62,13 +62,13 @@ class PromptScores(NamedTuple):
 
 
 class Decodes(NamedTuple):
-    """A step of decodes alone, as arrays, and what their rows ask for."""
+    """A step of decodes alone, as arrays, and the sampling of their rows."""
 
-    listed: list[int]  # the rows as the step has them
+    listed: list[int]  # the rows as a list, as in the step
     rows: np.ndarray
     starts: np.ndarray
     is_greedy: bool
-    scored: np.ndarray  # numbers of the samples whose log-probabilities are asked for
+    scored: np.ndarray  # numbers of the samples with log-probabilities
 
 
 class TorchExecutor:
@@ -94,13 +94,13 @@ class TorchExecutor:
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._limits = limits
-        self._decodes: Decodes | None = None  # the last step, if it was such
-        self._events: list[torch.Event] = []  # that nobody waits for any more
+        self._decodes: Decodes | None = None  # the last step, if it had decodes alone
+        self._events: list[torch.Event] = []  # completed events, for reuse
         self._is_cuda = self._device.type == "cuda"
-        # Only where our own kernels run: what they compute does not depend on the number of threads, torch's may.
+        # Only with our own kernels: their results do not depend on the number of threads; those of torch's may.
         is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
         self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
-        # Where the tokens of a step arrive: they are read long before its turn comes again.
+        # Buffers for sampled tokens, used in rotation: one is read long before it is written again.
         places = [
             torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda)
             for _ in range(STAGING_BUFFERS)
@@ -109,7 +109,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> None:
-        """Run steps as recorded ones; the block is one that no sequence ever gets."""
+        """Capture steps as CUDA graphs and replay them; `scratch_block` is a block outside the pool."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
         capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences)
@@ -121,7 +121,7 @@ class TorchExecutor:
         """Start one forward pass."""
         try:
             return self._start(step)
-        except torch.AcceleratorError as error:  # not for want of memory, which is another error
+        except torch.AcceleratorError as error:  # running out of memory is another error
             raise DeviceError(str(error)) from error
 
     @torch.inference_mode()
@@ -152,7 +152,7 @@ class TorchExecutor:
             if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
-        # Copies of what the model said: the sampler changes logits by penalties and temperature.
+        # Copies of the raw logits: the sampler changes logits by penalties and temperature.
         raw = logits[self._to_device(scored)] if scored.size else None
         places = np.array(step.masked, np.int64)
         own = logits[self._to_device(places)] if step.masked else None
@@ -166,7 +166,7 @@ class TorchExecutor:
         return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores)
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
-        """Choose the tokens of a step's masked samples, in place of those that `launch` chose without a mask."""
+        """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
         try:
             self._choose(ticket, masks)
         except torch.AcceleratorError as error:
@@ -191,9 +191,9 @@ class TorchExecutor:
         return self._scoring.score(raw, tokens[self._to_device(scored)], rows[scored], scored)
 
     def _find_decodes(self, step: Step) -> Decodes | None:
-        """Return the decodes of a step that holds nothing else: no prompt, no fork, no prompt's log-probabilities.
+        """Return a step's decodes if it has nothing else: no prompts, forks or prompt log-probabilities.
 
-        Where the rows are those of the step before, only their positions change, by one.
+        With the rows of the previous step, only the positions change, by one.
         """
         last = self._decodes
         if step.tokens != len(step.rows) or step.sample_rows != step.rows:
@@ -208,7 +208,7 @@ class TorchExecutor:
         return Decodes(step.rows, rows, starts, self._sampler.is_greedy(rows), self._scoring.find(rows))
 
     def _group(self) -> Grouping | None:
-        """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
+        """Return the grouping of decodes by shared prefix, on a GPU without sliding windows; else None."""
         config, cache = self._decoder.config, self._cache
         if self._device.type != "cuda" or not HAS_TRITON or any(spec.window for spec in self._decoder.specs):
             return None
@@ -220,9 +220,9 @@ class TorchExecutor:
     def _read(
         self, flat: Flat, wanted: np.ndarray, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[PromptScores]]:
-        """Run a step with prompts in it: the logits of the `wanted` tokens of the flat batch, and the prompts' scores.
+        """Run a step with prompts; return the logits of the `wanted` tokens of the flat batch and the prompts' scores.
 
-        If all rows are greedy, also their tokens, written to these rows and positions.
+        If all rows are greedy and the step is captured, also their tokens, written to these rows and positions.
         """
         self._rows.flush_changes()
         is_scored = self._scoring.reads_prompts(flat.rows)
@@ -239,7 +239,7 @@ class TorchExecutor:
         return self._decoder.logits(hidden) if wanted.size else hidden, None, scores
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a pass and bring its tokens to the host."""
+        """Wait for a step and return its results."""
         assert ticket.masked is None, "samples of this step wait for their masks"
         if ticket.done is not None:
             try:
@@ -273,20 +273,20 @@ class TorchExecutor:
         return found
 
     def _to_device(self, indices: np.ndarray) -> torch.Tensor:
-        """Indices on the device; `torch.tensor` there would wait for all that it is doing."""
+        """Copy indices to the device; `torch.tensor` would wait for its queued work."""
         return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
     def _to_host(self, tokens: torch.Tensor) -> np.ndarray:
-        """Tokens on their way to main memory."""
+        """Start the copy of tokens to host memory; return the array that they are copied to."""
         place, array = next(self._arrivals)
         count = tokens.shape[0]
         (place if count == place.shape[0] else place[:count]).copy_(tokens, non_blocking=True)
         return array[:count]
 
     def _record(self) -> torch.Event | None:
-        """What is reached when all that was submitted so far is done."""
+        """Return an event that completes with all work submitted so far."""
         if not self._is_cuda:
             return None
         event = self._events.pop() if self._events else torch.Event(self._device)
-        event.record()  # where torch.cuda's own would first look for the stream, in Python
+        event.record()  # torch.cuda.Event would first look up the stream, in Python
         return event

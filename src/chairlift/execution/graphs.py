@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: what a step launches is captured once for each batch size and replayed with one call.
+"""CUDA graphs of decode steps: a step's kernels are captured once per batch size and replayed with one call.
 
 A decode of a small model takes the GPU less time than the host needs to launch its two hundred kernels one by one. A
-captured step reads a few numbers, which row each sequence has and which position it is at: the rest lies on the device
-already. A batch between two sizes is filled up with a scratch row, whose tokens and blocks belong to nobody.
+captured step reads a few numbers per sequence, its row and its position: all else is on the device already. A batch
+between two sizes is padded with a scratch row, which no sequence has.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_SHARED_ITEMS = 256  # that a captured step has room for
-STAGING_BUFFERS = 4  # transfers of one kind that may be under way: an engine never has more than two steps in flight
-_ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
+_SHARED_ITEMS = 256  # items of shared prefixes that a captured step has room for
+STAGING_BUFFERS = 4  # transfers of one kind that may be in flight: an engine has at most two steps in flight
+_ALIGNED = 64  # elements: kernels are compiled for addresses that are multiples of 16 bytes
 
 
 class StagingBuffer(NamedTuple):
-    """Memory of one transfer to the device."""
+    """Host memory of one transfer to the device."""
 
     numbers: torch.Tensor
-    flat: np.ndarray  # the same, as the host writes it
-    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # for so many numbers: where to, and these
+    flat: np.ndarray  # `numbers` as an array
+    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by length: target and source of the copy
 
 
 class Inputs:
-    """The numbers that a captured step reads, under their names, side by side: one transfer brings them all."""
+    """The named inputs of a captured step, in one piece of memory, so that one transfer copies them all."""
 
     def __init__(self, device: torch.device, shapes: dict[str, tuple[int, ...]], blank: dict[str, int]) -> None:
-        self._places: dict[str, tuple[int, int, int]] = {}  # where each begins and ends, and what stands for nothing
+        self._places: dict[str, tuple[int, int, int]] = {}  # begin, end and padding value
         end = 0
         for name, shape in shapes.items():
             self._places[name] = end, end + prod(shape), blank.get(name, 0)
             end += -(-prod(shape) // _ALIGNED) * _ALIGNED
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
         self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
-        # What the device has not read yet must stay as it is: each transfer has its turn in memory of its own.
+        # A buffer must not change before the device has read it: transfers use several buffers in rotation.
         buffers = [
             torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(STAGING_BUFFERS)
         ]
@@ -58,7 +58,7 @@ class Inputs:
         return self._views[name]
 
     def send(self, **arrays: np.ndarray) -> None:
-        """Bring the numbers to the device, those behind the last that is given not included."""
+        """Copy inputs to the device, up to the last one given, each padded to its full size."""
         numbers, flat, cuts = next(self._staging)
         count = 0
         for name, array in arrays.items():
@@ -74,28 +74,28 @@ class Inputs:
         target.copy_(source, non_blocking=True)
 
     def clear(self) -> None:
-        """Nothing is given."""
+        """Set all inputs to their padding values."""
         self.send(**dict.fromkeys(self._places, np.empty(0, np.int32)))
 
 
 def shared_shapes(decodes: int) -> dict[str, tuple[int, ...]]:
-    """The inputs that say who reads together; they are the last ones of a step."""
+    """Return the shapes of the inputs for shared prefixes, which are the last ones of a step."""
     return {"prefixes": (decodes,), "parts": (decodes,), "members": (decodes,), "items": (_SHARED_ITEMS, 5)}
 
 
 def fits(shared: HostSharedPrefixes | None) -> HostSharedPrefixes | None:
-    """What is shared, if a captured step has room for it; else nobody reads together."""
+    """Return the shared prefixes if a captured step has room for them, else None."""
     return shared if shared is not None and len(shared.items) <= _SHARED_ITEMS else None
 
 
 def shared_in(inputs: Inputs, decodes: int) -> SharedPrefixes:
-    """Who reads together, for attention."""
+    """Return the shared prefixes, for attention, from a step's inputs."""
     members, prefixes, parts = (inputs[name][:decodes] for name in ("members", "prefixes", "parts"))
     return SharedPrefixes(inputs["items"], members, prefixes, parts, MOST_PARTS * decodes)
 
 
 class Captured(NamedTuple):
-    """One captured step, and where it leaves its results."""
+    """One captured step and its outputs."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -103,19 +103,19 @@ class Captured(NamedTuple):
 
 
 class Capturer:
-    """Captures steps of one engine, all in one pool of memory."""
+    """Captures the steps of one engine, all in one memory pool."""
 
     def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int) -> None:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         self.max_sequences = max_sequences
-        self.scratch = max_sequences  # the row behind the last seat
+        self.scratch = max_sequences  # row of the padding
         config = decoder.config
         self._logits = torch.empty(max_sequences, config.vocab_size, dtype=config.dtype, device=decoder.device)
         self._pool: Any = None
 
     def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Captured:
-        """Capture a step that gives logits, and tokens if it chooses them itself."""
-        step()  # compiles what must be, which cannot be captured
+        """Capture a step that returns logits, and tokens if it chooses them itself."""
+        step()  # compiles its kernels, which a capture cannot
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -124,16 +124,16 @@ class Capturer:
         return Captured(graph, logits, tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head says of hidden states, in the one place that all captured steps have for that."""
-        count = hidden.shape[0]  # a single row has a kernel of its own, twice as fast
+        """Return the logits of hidden states, in the one buffer of all captured steps."""
+        count = hidden.shape[0]  # a single row has its own kernel, twice as fast
         return self.decoder.logits(hidden, None if count == 1 else self._logits[:count])
 
 
 class DecodeGraphs:
     """Captured decode steps, the largest first so that all smaller ones fit in its memory.
 
-    Some take the likeliest tokens themselves, others leave their logits to the sampler. Those in which sequences read
-    what they share together are others again, captured when they are first needed.
+    Each size is captured twice: greedy, with the likeliest tokens, and with logits alone, for the sampler. Steps with
+    shared prefixes are captured separately, when they are first needed.
     """
 
     def __init__(self, capturer: Capturer) -> None:
@@ -149,7 +149,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size, and one that shares: its kernels are then compiled."""
+        """Capture every size, and one with shared prefixes, so that its kernels are compiled."""
         for size in reversed(self._sizes):
             self._capture(size, False, True)
             self._capture(size, False, False)
@@ -159,9 +159,9 @@ class DecodeGraphs:
     def run(
         self, rows: np.ndarray, positions: np.ndarray, shared: HostSharedPrefixes | None, is_greedy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of one decode step, and if it is greedy its tokens, put where the next step finds them.
+        """Run one decode step; return its logits and, if it is greedy, its tokens, which it appends to their rows.
 
-        Both are overwritten by the next.
+        Both are overwritten by the next step.
         """
         count = len(rows)
         size = self._sizes[bisect_left(self._sizes, count)]
@@ -196,9 +196,9 @@ class DecodeGraphs:
 
 
 def host_of(decodes: int, tokens: int) -> HostBatch:
-    """A batch in main memory of which only the shape may be asked: a captured step must not depend on the rest.
+    """Return a host batch with a valid shape and dummy contents: a captured step must not depend on its contents.
 
-    What is no decode is one slice behind them.
+    Tokens that are not decodes are one slice after them.
     """
     slices = decodes + (tokens > decodes)
     starts = np.append(np.arange(decodes + 1, dtype=np.int32), np.full(slices - decodes, tokens, np.int32))

@@ -1,4 +1,4 @@
-"""The sampler: each row's own parameters, applied to the step's logits on the device."""
+"""The sampler: applies each row's sampling parameters to the step's logits, on the device."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from chairlift.ops import sampling
 from chairlift.ops.filters import Filters
 
 _WIDE = (1 << 64) - 1
-# Values beyond these make no difference that could be seen. Within them, a logit of any model stays finite in single
-# precision: penalized by a factor and divided by the lowest temperature, it is some 1e29 at most.
+# Larger values have no visible effect. Within these, any model's logits stay finite in single precision: penalized by
+# a factor and divided by the lowest temperature, a logit is some 1e29 at most.
 _FACTOR = 1e20
 _HOTTEST = 1e30
-_MOST = 1 << 30  # tokens that top_k may keep: more than any vocabulary has, and a 32-bit number
+_MOST = 1 << 30  # largest top_k: above any vocabulary size, and a 32-bit number
 
 
 class Sampler:
-    """Keeps each row's parameters in arrays, so that a step reads them all at once."""
+    """Each row's parameters, in arrays, so that a step reads them all at once."""
 
     def __init__(self, rows: int, tokens: torch.Tensor, vocabulary: int) -> None:
-        self._tokens = tokens  # [rows, length] everything each row holds, owned by Rows
+        self._tokens = tokens  # [rows, length] prompt and output of each row, owned by Rows
         self._device = tokens.device
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int64)
@@ -35,7 +35,7 @@ class Sampler:
         self._rules = Rules(tokens, vocabulary)
 
     def place(self, newcomer: Newcomer) -> None:
-        """Write a newcomer's parameters to its row."""
+        """Write a new sequence's parameters to its row."""
         row, sampling = newcomer.row, newcomer.sampling
         params = sampling.params
         is_random = not (params.is_greedy or params.use_beam_search)
@@ -47,18 +47,18 @@ class Sampler:
         self._penalties[:, row] = repetition, params.presence_penalty, params.frequency_penalty
         self._has_penalties[row] = params.has_penalties
         self._prompt_length[row] = sampling.prompt_length
-        # Siblings differ by their index alone.
+        # Sequences of one request differ by their index alone.
         self._seed[row] = _mix(sampling.seed + newcomer.index * 0xD1B54A32D192ED03)
         self._rules.place(newcomer)
 
     def is_greedy(self, rows: np.ndarray) -> bool:
-        """Whether all that these rows want is the likeliest token."""
+        """Whether all of these rows choose the likeliest token, without penalties or rules."""
         return not (self._rules.have_any(rows) or self._has_penalties[rows].any() or self._temperature[rows].any())
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """One token for each row of logits, which may be changed; it will stand at `positions`.
+        """Return one token for each row of logits, which may be changed; `positions` are those of the tokens.
 
-        Where a row's rules, or its logits, leave none, it is sampling.NO_TOKEN.
+        It is sampling.NO_TOKEN where a row's rules or logits leave no token to choose.
         """
         is_ruled = self._rules.have_any(rows)
         penalized = np.flatnonzero(self._has_penalties[rows])
@@ -87,7 +87,7 @@ class Sampler:
         return sampling.draw(logits, temperature, self._to_device(self._keys(rows, positions)), filters)
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Two 32-bit keys from (seed, position): all the randomness there is."""
+        """Return two 32-bit keys from (seed, position), the only source of randomness."""
         with np.errstate(over="ignore"):
             mixed = _mix_array(self._seed[rows] + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         return np.stack([mixed >> np.uint64(32), mixed & np.uint64(0xFFFFFFFF)], axis=1).astype(np.int64)
@@ -107,12 +107,12 @@ class Sampler:
 
 
 def _mix(seed: int) -> int:
-    """Spread a seed over 64 bits, so that neighbouring seeds have nothing in common."""
+    """Hash a seed to 64 bits, so that neighbouring seeds are uncorrelated."""
     return int(_mix_array(np.array([seed & _WIDE], np.uint64))[0])
 
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = np.multiply(x ^ (x >> np.uint64(shift)), np.uint64(factor))  # modulo 2**64, as arrays do
+        x = np.multiply(x ^ (x >> np.uint64(shift)), np.uint64(factor))  # modulo 2**64
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed

@@ -1,4 +1,4 @@
-"""Swap: KV blocks in host memory and in a file, and the way there and back."""
+"""Swap: KV blocks in host memory and in a file, and the copies between them and the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chairlift.ops.kv_cache import KvCache
 
 
 class HostBlocks:
-    """Blocks that had to make room. A block lies in one piece, all layers together: one copy moves it."""
+    """Swapped and evicted blocks in host memory. A block is contiguous, with all layers, so that one copy moves it."""
 
     def __init__(self, cache: KvCache, blocks: int, disk: DiskBlocks | None = None) -> None:
         layers, _, *rest = cache.data.shape
@@ -26,7 +26,7 @@ class HostBlocks:
         self._data = torch.empty(blocks, layers, *rest, dtype=cache.data.dtype, pin_memory=cache.data.is_cuda)
 
     def move(self, step: Step) -> None:
-        """All that a step moves, on the device too; everything is read before anything is written in its place."""
+        """Make all block copies of a step, those on the device too; every block is read before it is overwritten."""
         device = self._cache.data.device
         loaded = self._spill_and_load(step.spilled, step.loaded) if step.spilled or step.loaded else None
         if self._stream is None:
@@ -43,7 +43,7 @@ class HostBlocks:
                 self._cache.data[:, targets] = blocks.to(device).transpose(0, 1)
 
     def _spill_and_load(self, spilled: Moves, loaded: Moves) -> torch.Tensor | None:
-        """From host memory to the file, and from there as a tensor; what still travels to the host is waited for."""
+        """Write blocks from host memory to the file, and return the loaded blocks; waits for copies to the host."""
         assert self._disk is not None, "a plan that spills needs a file"
         if self._stream is not None:
             self._stream.synchronize()
@@ -60,9 +60,9 @@ class HostBlocks:
         return self._cache.data[:, sources].transpose(0, 1).contiguous()
 
     def _copy_on_stream(self, saved: Moves, restored: Moves) -> torch.Tensor:
-        """On a GPU the copies have a stream of their own.
+        """Copy blocks to and from a GPU on a separate stream.
 
-        Those that leave are gathered first and travel while the step computes; those that return are waited for.
+        Saved blocks are gathered first and copied while the step computes; the step waits for restored blocks.
         """
         stream, data = self._stream, self._cache.data
         assert stream is not None
@@ -71,7 +71,7 @@ class HostBlocks:
         returning = torch.empty(len(restored), *self._data.shape[1:], dtype=data.dtype, device=data.device)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            # First in, then out: a host block that is read here may be written by the same step.
+            # Restore before saving: the step may save to a host block that it restores from.
             for place, (source, _) in enumerate(restored):
                 returning[place].copy_(self._data[source], non_blocking=True)
             arrived = stream.record_event()
@@ -84,7 +84,7 @@ class HostBlocks:
 
 
 class DiskBlocks:
-    """Blocks in a file that has no name and is gone with the process; each with a checksum, so that none is trusted."""
+    """Blocks in an unnamed file that the process's end deletes; a checksum per block detects damage."""
 
     def __init__(self, folder: Path, blocks: int, block_bytes: int) -> None:
         size = blocks * block_bytes
@@ -105,5 +105,5 @@ class DiskBlocks:
         self._sums[slot] = zlib.crc32(self.data[slot])
 
     def is_sound(self, slot: int) -> bool:
-        """Whether a block still is what was written."""
+        """Whether a block's checksum is that of the written data."""
         return zlib.crc32(self.data[slot]) == self._sums[slot]
