@@ -49,7 +49,7 @@ class Limits:
         """Return the number of last prompt tokens that truncate_prompt_tokens keeps; None keeps all."""
         if params.truncate_prompt_tokens != ALL:
             return params.truncate_prompt_tokens
-        room = min(params.max_tokens or 1, self.max_length // 2)  # at least half of the context stays for the prompt
+        room = min(params.max_tokens or 1, self.max_length // 2)  # the prompt keeps at least half of the context
         return self.max_length - max(1, room)
 
     def check(self, request: Request) -> None:

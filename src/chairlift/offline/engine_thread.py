@@ -21,11 +21,11 @@ from chairlift.text.outputs import Answer, Chunk, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
-Change = tuple[Stream, bool, Exception | None]  # a stream with news, whether it has ended, and its error
+Change = tuple[Stream, bool, Exception | None]  # a changed stream, whether it has ended, and its error
 
 
 class EngineThread:
-    """Steps an engine and gives each stream its chunks. The port of the engine's loop (engine/loop.py)."""
+    """Steps an engine and delivers chunks to streams. The port of the engine's loop (engine/loop.py)."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class EngineThread:
         tokenizer: Tokenizer | None,
         wake: Callable[[list[Change]], None],
     ) -> None:
-        self.fault: EngineFault | None = None  # why no request can be served any more
+        self.fault: EngineFault | None = None  # why the engine has stopped
         self._engine = engine
         self._tokenizer = tokenizer
         self._driver = Driver(engine)
@@ -42,7 +42,9 @@ class EngineThread:
         self._live: dict[str, tuple[Track, Stream]] = {}
         self._failed: list[str] = []  # ids of requests that failed outside the engine in this step
         self._is_open = True
-        self._lock = threading.Lock()  # held to end the thread or to give it an order: none may come too late
+        self._lock = (
+            threading.Lock()
+        )  # held to end the thread or to queue an order, so that no order is queued after the end
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self.start, self.join = self._thread.start, self._thread.join
@@ -50,7 +52,7 @@ class EngineThread:
     # ---- called by any thread
 
     def submit(self, request: Request, text: str | None, stream: Stream) -> None:
-        """Have a request submitted before the next step."""
+        """Queue a request for submission before the next step."""
         with self._lock:
             if not self._has_ended:
                 self._orders.put(lambda: self._submit(request, text, stream))
@@ -58,15 +60,15 @@ class EngineThread:
         self._wake([(stream, True, self.fault or RequestError("this AsyncEngine is closed: make another one"))])
 
     def abort(self, request_id: str) -> None:
-        """Have a request aborted before the next step."""
+        """Queue the abort of a request before the next step."""
         self._orders.put(lambda: self._abort([request_id]))
 
     def close(self) -> None:
-        """Have the loop end, after at most one more step."""
+        """End the loop after at most one more step."""
         self._orders.put(self._close)
 
     def fail(self, request_id: str, error: str) -> None:
-        """End a request as failed when the step that runs now is over; the engine's thread calls it."""
+        """End a request as failed after the current step; called by the engine's thread."""
         self._driver.fail(request_id, error)
         self._failed.append(request_id)
 
@@ -75,7 +77,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             drive(self._engine, self)
-        except Exception as error:  # a bug of ours: every stream must end all the same
+        except Exception as error:  # a bug of ours: every stream must still end
             log.exception("the engine's thread has failed")
             self._stop_for(f"{type(error).__name__}: {error}")
         self._end_all()
@@ -84,18 +86,18 @@ class EngineThread:
         self.fault = EngineFault(f"the engine has stopped: {reason}; make a new one")
 
     def is_open(self) -> bool:
-        """Whether the loop goes on."""
+        """Whether the loop continues."""
         return self._is_open
 
     def receive(self, wait: float) -> None:
-        """Carry out what other threads have asked for."""
+        """Carry out the orders of other threads."""
         with contextlib.suppress(queue.Empty):
             self._orders.get(block=wait > 0, timeout=None if wait == inf else wait)()
             while True:
                 self._orders.get_nowait()()
 
     def report(self, outcome: Outcome, seconds: float) -> None:
-        """Give each stream its new chunks."""
+        """Deliver new chunks to their streams."""
         self._driver.read(outcome)
         if self._engine.fault is not None:
             self._stop_for(self._engine.fault)
@@ -108,7 +110,7 @@ class EngineThread:
     def _submit(self, request: Request, text: str | None, stream: Stream) -> None:
         params = request.params
         try:
-            # Which of several answers are the n best is known at their end.
+            # With best_of > n, the n best answers are known only at their end.
             is_streamed = params.width == params.n
             track = self._driver.start(request, text, self._tokenizer, is_streamed=is_streamed)
         except Exception as error:  # a RequestError of the scheduler, or a bug of ours: it ends this request alone
@@ -125,7 +127,7 @@ class EngineThread:
         self._is_open = False
 
     def _end_all(self) -> None:
-        """End every stream, also of requests that were submitted too late for the loop to see them."""
+        """End every stream, those of requests submitted after the loop's last step included."""
         with self._lock:
             self._has_ended = True
         self._abort(list(self._live))
@@ -156,7 +158,7 @@ class EngineThread:
         return None if output.error is None else RequestError(output.error)
 
     def _wake(self, changed: list[Change]) -> None:
-        """Wake the readers in their event loop; a loop that is closed has no readers, and its requests are aborted."""
+        """Wake the readers in their event loop; abort the requests of a closed event loop, which has no readers."""
         for loop in {stream._loop for stream, _, _ in changed}:
             ours = [change for change in changed if change[0]._loop is loop]
             try:
