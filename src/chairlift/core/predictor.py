@@ -125,11 +125,11 @@ class MaxTokens:
         return _limit(request, self.max_length)
 
     def learn(self, request: Request, features: Features, length: int) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 class Oracle(MaxTokens):
-    """Predicts the true length where an experiment knows it, else the limit."""
+    """Predicts the true length where an experiment has set it, else the limit."""
 
     def guess(self, request: Request, features: Features) -> int:
         """Return the known length, within the limit."""

@@ -211,7 +211,7 @@ class Engine:
         log.error("a step of %d slices failed", len(plan.sequences), exc_info=error)
         self._failed_steps += 1
         if isinstance(error, DeviceError):
-            self.fault = f"the device cannot go on: {error}"
+            self.fault = f"the device has failed: {error}"
         elif self._failed_steps >= MAX_FAILED_STEPS:
             self.fault = (
                 f"the last {self._failed_steps} steps failed, the last one with {type(error).__name__}: {error}"

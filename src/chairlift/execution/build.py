@@ -155,7 +155,7 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     length = settings.model.max_length or config.max_length
     if length > config.max_length:
         raise SettingsError(
-            f"max_length is {length}, but the model was made for {config.max_length} tokens: lower it to that or less"
+            f"max_length is {length}, but the model supports {config.max_length} tokens: lower it to that or less"
         )
     wanted = settings.scheduling
     step_tokens = wanted.step_tokens or (8192 if is_gpu else 256)

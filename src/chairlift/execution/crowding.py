@@ -2,7 +2,7 @@
 
 A parallel region ends when its last thread does. A thread that shares its core with another process is not run for
 milliseconds at a time, and all other threads wait for it in every region: two threads beside one busy process were four
-times slower than without it, and slower than one thread. So the number of threads falls by those that wait for a core,
+times slower than without it, and slower than one thread. So the number of threads falls while threads wait for a core,
 and is raised to the full number again after a while.
 """
 

@@ -97,7 +97,7 @@ class TorchExecutor:
         self._decodes: Decodes | None = None  # the last step, if it had decodes alone
         self._events: list[torch.Event] = []  # completed events, for reuse
         self._is_cuda = self._device.type == "cuda"
-        # Only with our own kernels: their results do not depend on the number of threads; those of torch's may.
+        # Only with our own kernels: their results do not depend on the number of threads; torch's may.
         is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
         self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
         # Buffers for sampled tokens, used in rotation: one is read long before it is written again.

@@ -137,12 +137,10 @@ class DecodeGraphs:
     """
 
     def __init__(self, capturer: Capturer) -> None:
-        max_sequences = capturer.max_sequences
+        most = capturer.max_sequences
         self._capturer = capturer
-        self._sizes = [size for size in LADDER if size < max_sequences] + [max_sequences]
-        shapes = dict.fromkeys(("rows", "positions", "places", "blocks"), (max_sequences,)) | shared_shapes(
-            max_sequences
-        )
+        self._sizes = [size for size in LADDER if size < most] + [most]
+        shapes = dict.fromkeys(("rows", "positions", "places", "blocks"), (most,)) | shared_shapes(most)
         blank = {"rows": capturer.scratch, "places": capturer.rows.scratch_entry, "blocks": capturer.rows.scratch_block}
         self._inputs = Inputs(capturer.decoder.device, shapes, blank)
         self._captured: dict[tuple[int, bool, bool], Captured] = {}

@@ -1,8 +1,8 @@
 """CUDA graphs of steps with prompts and decodes, in any mix.
 
-The number of decodes and the tiles of the prompts vary, but the launched kernels do not: attention's
-programs read their work from the step's inputs, and programs without work end at once. So a captured step runs any mix
-of up to its number of tokens, and the host's part of it is one transfer and one call.
+The number of decodes and the tiles of the prompts vary, but the launched kernels do not: attention's programs read
+their work from the step's inputs, and programs without work end at once. So a captured step runs any mix of up to its
+number of tokens, and the host's part of it is one transfer and one call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class MixedGraphs:
         self._capturer = capturer
         self._sizes = list(dict.fromkeys(size for size in (*SIZES, step_tokens) if 4 <= size <= step_tokens))
         self._tile = tokens_of_tile(config.heads // config.kv_heads, config.dtype == torch.float32)
-        self._long = (
-            LONG  # tokens: larger steps with longer contexts use kernels chosen by length, and are not captured
-        )
+        self._long = LONG  # tokens: larger steps with longer contexts use kernels chosen by length, uncaptured
         self._inputs: dict[int, Inputs] = {}
         self._captured: dict[tuple[int, bool], Captured] = {}
 

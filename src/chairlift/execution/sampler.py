@@ -56,7 +56,7 @@ class Sampler:
         return not (self._rules.have_any(rows) or self._has_penalties[rows].any() or self._temperature[rows].any())
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return one token for each row of logits, which may be changed; `positions` are those of the tokens.
+        """Return one token for each row of logits, which may be changed; `positions` are the tokens' positions.
 
         It is sampling.NO_TOKEN where a row's rules or logits leave no token to choose.
         """

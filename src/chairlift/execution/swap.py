@@ -26,18 +26,18 @@ class HostBlocks:
         self._data = torch.empty(blocks, layers, *rest, dtype=cache.data.dtype, pin_memory=cache.data.is_cuda)
 
     def move(self, step: Step) -> None:
-        """Make all block copies of a step, those on the device too; every block is read before it is overwritten."""
+        """Make all block copies of a step, also on the device; every block is read before it is overwritten."""
         device = self._cache.data.device
         loaded = self._spill_and_load(step.spilled, step.loaded) if step.spilled or step.loaded else None
         if self._stream is None:
-            returning = self._data[[source for source, _ in step.restored]]
+            incoming = self._data[[source for source, _ in step.restored]]
             if step.saved:
                 self._data[[target for _, target in step.saved]] = self._gather(step.saved)
         else:
-            returning = self._copy_on_stream(step.saved, step.restored)
+            incoming = self._copy_on_stream(step.saved, step.restored)
         if step.copies:
             self._cache.copy(step.copies)
-        for pairs, blocks in ((step.restored, returning), (step.loaded, loaded)):
+        for pairs, blocks in ((step.restored, incoming), (step.loaded, loaded)):
             if pairs and blocks is not None:
                 targets = torch.tensor([target for _, target in pairs], device=device)
                 self._cache.data[:, targets] = blocks.to(device).transpose(0, 1)
@@ -47,13 +47,13 @@ class HostBlocks:
         assert self._disk is not None, "a plan that spills needs a file"
         if self._stream is not None:
             self._stream.synchronize()
-        returning = None
+        incoming = None
         if loaded:
             raw = np.stack([self._disk.data[source] for source, _ in loaded])
-            returning = torch.from_numpy(raw).view(self._data.dtype).view(len(loaded), *self._data.shape[1:])
+            incoming = torch.from_numpy(raw).view(self._data.dtype).view(len(loaded), *self._data.shape[1:])
         for source, target in spilled:
             self._disk.put(target, self._data[source].contiguous().view(torch.uint8).numpy())
-        return returning
+        return incoming
 
     def _gather(self, saved: Moves) -> torch.Tensor:
         sources = torch.tensor([source for source, _ in saved], device=self._cache.data.device)
@@ -67,20 +67,20 @@ class HostBlocks:
         stream, data = self._stream, self._cache.data
         assert stream is not None
         compute = torch.cuda.current_stream(data.device)
-        leaving = self._gather(saved) if saved else data.new_empty(0)
-        returning = torch.empty(len(restored), *self._data.shape[1:], dtype=data.dtype, device=data.device)
+        gathered = self._gather(saved) if saved else data.new_empty(0)
+        incoming = torch.empty(len(restored), *self._data.shape[1:], dtype=data.dtype, device=data.device)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             # Restore before saving: the step may save to a host block that it restores from.
             for place, (source, _) in enumerate(restored):
-                returning[place].copy_(self._data[source], non_blocking=True)
+                incoming[place].copy_(self._data[source], non_blocking=True)
             arrived = stream.record_event()
             for place, (_, target) in enumerate(saved):
-                self._data[target].copy_(leaving[place], non_blocking=True)
-        leaving.record_stream(stream)
-        returning.record_stream(stream)
+                self._data[target].copy_(gathered[place], non_blocking=True)
+        gathered.record_stream(stream)
+        incoming.record_stream(stream)
         compute.wait_event(arrived)
-        return returning
+        return incoming
 
 
 class DiskBlocks:

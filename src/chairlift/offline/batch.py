@@ -206,7 +206,7 @@ def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]
 def _write_answer(job: Job, llm: LLM, model: str, output: BatchOutput) -> None:
     try:
         body = _body(job, llm, model)
-    except Exception as error:  # as above
+    except Exception as error:  # ours or a library's: one answer must not end a job
         output.fail(job.line, job.custom_id, f"the answer cannot be written: {type(error).__name__}: {one_line(error)}")
     else:
         output.answer(job.custom_id, body)

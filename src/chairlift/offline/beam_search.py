@@ -25,7 +25,7 @@ class BeamSearchParams:
         """Return these parameters as SamplingParams, which checks their ranges."""
         if self.temperature:
             raise RequestError(
-                f"temperature is {self.temperature}: beam search goes by the model's own probabilities; leave it out"
+                f"temperature is {self.temperature}: beam search uses the model's own probabilities; leave it out"
             )
         return SamplingParams(
             n=self.beam_width,

@@ -41,7 +41,7 @@ def read_defaults(checkpoint: Checkpoint | None, generation_config: str) -> Samp
         try:
             SamplingParams(**{name: value})
         except RequestError as error:
-            warnings.append(f"{source} of the model is not followed in one value: {error}")
+            warnings.append(f"a recommended sampling value is ignored ({source}): {error}")
         else:
             values[name] = value
     return SamplingDefaults(values, source, warnings)

@@ -68,7 +68,7 @@ class Driver:
                 else:
                     self.step()
         finally:
-            self.leave([track])
+            self.abort_unfinished([track])
 
     def step(self) -> int:
         """Run one step of the engine; return the number of generated tokens."""
@@ -85,7 +85,7 @@ class Driver:
                     self._read(track, sequence, (token,))
         return len(outcome.tokens) + sum(event.token is not None for event in outcome.events)
 
-    def leave(self, tracks: Iterable[Track]) -> None:
+    def abort_unfinished(self, tracks: Iterable[Track]) -> None:
         """Abort the requests that have not finished: their caller has stopped reading."""
         for track in tracks:
             if not track.output.finished:
@@ -94,7 +94,7 @@ class Driver:
 
     def close(self) -> None:
         """Abort all requests."""
-        self.leave(list(self._tracks.values()))
+        self.abort_unfinished(list(self._tracks.values()))
 
     def _end_failed(self) -> None:
         """End failed requests before the step's own events are read: they may have finished in this step."""

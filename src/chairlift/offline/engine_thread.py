@@ -120,7 +120,7 @@ class EngineThread:
 
     def _abort(self, request_ids: list[str]) -> None:
         found = [self._live[each] for each in request_ids if each in self._live]
-        self._driver.leave([track for track, _ in found])
+        self._driver.abort_unfinished([track for track, _ in found])
         self._deliver(found)
 
     def _close(self) -> None:
@@ -164,9 +164,9 @@ class EngineThread:
             try:
                 loop.call_soon_threadsafe(self._wake_in_loop, ours)
             except RuntimeError:
-                gone = [self._live.pop(stream.id)[0] for stream, _, _ in ours if stream.id in self._live]
-                log.warning("the event loop of %d streams is closed: their requests are aborted", len(gone))
-                self._driver.leave(gone)
+                aborted = [self._live.pop(stream.id)[0] for stream, _, _ in ours if stream.id in self._live]
+                log.warning("the event loop of %d streams is closed: their requests are aborted", len(aborted))
+                self._driver.abort_unfinished(aborted)
 
 
 def as_chunk(answer: Answer) -> Chunk:

@@ -184,7 +184,7 @@ class LLM:
                 for key, track in ended:
                     yield key, track.output
         finally:
-            self._driver.leave([track for _, track in live])
+            self._driver.abort_unfinished([track for _, track in live])
 
     def chat_prompt(
         self,
@@ -266,7 +266,7 @@ class LLM:
                         enough = math.inf
                 self._driver.run(tracks, self._progress if progress is None else progress)
             finally:
-                self._driver.leave(tracks)
+                self._driver.abort_unfinished(tracks)
         judge(outputs, on_error)
         return outputs
 
@@ -282,7 +282,9 @@ class LLM:
             list(params) if isinstance(params, Sequence) else [params or self.get_default_sampling_params()] * count
         )
         if len(choices) != count:
-            raise RequestError(f"{count} prompts came with {len(choices)} sampling params: give one, or one for each")
+            raise RequestError(
+                f"there are {count} prompts and {len(choices)} sampling params: give one, or one for each"
+            )
         return choices
 
     def _check_open(self) -> None:

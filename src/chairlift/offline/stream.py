@@ -16,11 +16,11 @@ class Stream:
     Iterating raises a RequestError if the request failed and an EngineFault if the engine has stopped.
     """
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, abort: Callable[[], None]) -> None:
         self.id = request_id
         self.output: RequestOutput | None = None  # set with the first chunk
         self._loop = loop
-        self._leave = leave
+        self._abort = abort
         self._chunks: deque[Chunk] = deque()  # appended by the engine's thread, read by the event loop
         self._error: Exception | None = None
         self._has_ended = False
@@ -45,7 +45,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """Abort the request, if it has not ended."""
-        self._leave()
+        self._abort()
 
     async def __aenter__(self) -> Stream:
         return self

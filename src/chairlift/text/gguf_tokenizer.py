@@ -73,9 +73,7 @@ def _backend(
     except ModelError:
         raise
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(
-            f"the GGUF file's vocabulary does not fit together: {one_line(error)}; download it again"
-        ) from error
+        raise ModelError(f"the GGUF file's vocabulary is inconsistent: {one_line(error)}; download it again") from error
     raise ModelError(f"the GGUF tokenizer is of the kind {show(family)}; known are 'gpt2' and 'llama'")
 
 
@@ -103,7 +101,7 @@ def _split(name: str) -> Split:
     if split is None:
         raise ModelError(
             f"the GGUF pre-tokenizer {show(name)} is not known; known are {', '.join(sorted(SPLITS))}: "
-            "use the model's safetensors folder, whose tokenizer.json says how to split"
+            "use the model's safetensors folder, with a tokenizer.json that defines the split"
         )
     return split
 

@@ -33,7 +33,7 @@ class Split:
     patterns: tuple[str, ...]
     composes: bool = False  # to NFC, before anything else
     whole_words_first: bool = False  # a word that is a token is that token, whatever the merges
-    adds_bos: bool = False  # when the file does not say
+    adds_bos: bool = False  # default for files without add_bos_token
 
 
 _GPT2_SPLIT = Split((_GPT2,))

@@ -132,8 +132,8 @@ class Tokenizer:
     def longest_token(self) -> int:
         """The most bytes of UTF-8 in one token: a text of N bytes has at least N / longest_token tokens.
 
-        A normalizer that deletes or composes characters shortens a text first; only a text of almost nothing but those
-        can have fewer tokens.
+        A normalizer that deletes or composes characters shortens a text first; only a text of almost only such
+        characters can have fewer tokens.
         """
         return max((len(self.pieces.spell(token)) for token in self.backend.get_vocab()), default=1) or 1
 
