@@ -63,10 +63,7 @@ class Rules:
         self._vocabulary = vocabulary
         self._device = tokens.device
         self._of_row: dict[int, RequestRules] = {}
-        self._last: tuple[Sampling | None, RequestRules | None] = (
-            None,
-            None,
-        )  # answers of one request are placed in succession
+        self._last: tuple[Sampling | None, RequestRules | None] = None, None  # a request's rows are placed together
         self._prepared = Prepared((b"", b""))
 
     def place(self, newcomer: Newcomer) -> None:

@@ -42,9 +42,7 @@ class EngineThread:
         self._live: dict[str, tuple[Track, Stream]] = {}
         self._failed: list[str] = []  # ids of requests that failed outside the engine in this step
         self._is_open = True
-        self._lock = (
-            threading.Lock()
-        )  # held to end the thread or to queue an order, so that no order is queued after the end
+        self._lock = threading.Lock()  # held to queue a request or to end: no request is queued after the end
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self.start, self.join = self._thread.start, self._thread.join
