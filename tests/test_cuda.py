@@ -137,7 +137,7 @@ def test_steps_of_every_size_give_the_same_tokens(tmp_path: Path) -> None:
     common: dict[str, Any] = {"progress": False, "device": "cuda", "dtype": "float32", "max_length": 400}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = None
-    for step_tokens in (8192, 256, 100, 33, 20):  # filled up to a recorded size, exactly one, or launched as they come
+    for step_tokens in (8192, 256, 100, 33, 20):  # padded to a captured size, exactly one, or not captured
         llm = LLM(str(folder), **common, step_tokens=step_tokens, max_sequences=16)
         found = [each.outputs[0].token_ids for each in llm.generate(chatty(), params, progress=False)]
         expected = expected or found
