@@ -68,7 +68,7 @@ def render(
         raise
     except RecursionError:
         raise RequestError("the chat template cannot write this conversation: it is nested too deep") from None
-    except Exception as error:  # a template is a program: anything can go wrong in it
+    except Exception as error:  # a template is a program and may raise anything
         raise RequestError(f"the chat template refuses this conversation: {_line(error)}") from error
     return prompt if open_text is None else _until_break(prompt, open_text)
 
