@@ -129,7 +129,7 @@ def test_one_that_is_ended_early_keeps_each_token_once(llm: LLM, cases: list[Cas
         track = llm._submit(*llm._reader.encode(case.prompt), replace(case.params, prompt_logprobs=0))
         for _ in range(steps):
             llm._driver.step()
-        llm._driver.leave([track])
+        llm._driver.abort_unfinished([track])
         tokens = track.output.outputs[0].token_ids
         assert tokens == case.expected[0].token_ids[: len(tokens)]
         assert track.output.metrics.output_tokens == len(tokens)

@@ -129,7 +129,7 @@ def test_what_is_shared_moved_and_read_together_changes_no_token(way: str, tmp_p
         assert sum(memory.prefix_cache.returns) > 0, "nothing came back"
     if way == "reading together":
         graphs = llm.engine._executor._graphs  # type: ignore[attr-defined]
-        assert any(shares and size < 256 for size, shares, _ in graphs._recorded), "nothing was read together"
+        assert any(shares and size < 256 for size, shares, _ in graphs._captured), "nothing was read together"
 
 
 def test_steps_of_every_size_give_the_same_tokens(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_steps_of_every_size_give_the_same_tokens(tmp_path: Path) -> None:
     common: dict[str, Any] = {"progress": False, "device": "cuda", "dtype": "float32", "max_length": 400}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = None
-    for step_tokens in (8192, 256, 100, 33, 20):  # filled up to a recorded size, exactly one, or launched as they come
+    for step_tokens in (8192, 256, 100, 33, 20):  # padded to a captured size, exactly one, or not captured
         llm = LLM(str(folder), **common, step_tokens=step_tokens, max_sequences=16)
         found = [each.outputs[0].token_ids for each in llm.generate(chatty(), params, progress=False)]
         expected = expected or found

@@ -416,7 +416,7 @@ def test_a_bad_prompt_is_one_clear_line_and_its_neighbours_are_freed(llm: LLM, p
 
 
 def test_the_wrong_number_of_params_is_refused(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="2 prompts came with 3"):
+    with pytest.raises(RequestError, match="2 prompts and 3"):
         llm.generate(["a", "b"], [SamplingParams()] * 3)
 
 

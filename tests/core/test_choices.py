@@ -397,11 +397,11 @@ def test_the_watermark_rises_with_preemptions_and_sinks_in_calm() -> None:
     mark = Watermark(1000)
     assert mark.blocks == 10
     for _ in range(3):
-        mark.learn(has_yielded=True)
+        mark.learn(has_preempted=True)
     assert mark.blocks == 70
     for _ in range(10_000):
-        mark.learn(has_yielded=False)
+        mark.learn(has_preempted=False)
     assert mark.blocks == 10
     for _ in range(1000):
-        mark.learn(has_yielded=True)
+        mark.learn(has_preempted=True)
     assert mark.blocks == 500

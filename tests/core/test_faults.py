@@ -91,5 +91,5 @@ def test_a_lost_device_stops_the_engine_at_once(overlap: bool, at_collect: bool)
     executor.error = DeviceError("illegal memory access")
     ask(engine, "r")
     run(engine)
-    assert engine.fault == "the device cannot go on: illegal memory access"
+    assert engine.fault == "the device has failed: illegal memory access"
     assert engine.scheduler.counters.failed == 1

@@ -17,7 +17,7 @@ if torch.cuda.is_available():
 
 from chairlift.core.settings import Settings
 from chairlift.execution.build import load_model
-from chairlift.execution.graphs import DecodeGraphs, Inputs, Recorded, Recorder
+from chairlift.execution.graphs import Captured, Capturer, DecodeGraphs, Inputs
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sharing import Grouping
@@ -30,12 +30,12 @@ from tiny import make_tiny_model
 MAX_ROWS, BLOCKS, BLOCK_SIZE = 12, 24, 16
 
 
-class Unrecorded(Recorder):
+class Uncaptured(Capturer):
     """Calls the function instead of capturing it, and writes results to a fixed buffer, as a graph does."""
 
-    def record(self, step: Callable[[], Any]) -> Recorded:
+    def capture(self, step: Callable[[], Any]) -> Captured:
         logits, tokens = step()
-        return Recorded(Call(step, tokens), logits, tokens)  # type: ignore[arg-type]
+        return Captured(Call(step, tokens), logits, tokens)  # type: ignore[arg-type]
 
 
 class Call:
@@ -74,7 +74,7 @@ def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
     rows.tokens[:MAX_ROWS].copy_(torch.randint(0, config.vocab_size, rows.tokens[:MAX_ROWS].shape, generator=generator))
     rows._tables[:] = np.random.default_rng(0).permutation(MAX_ROWS * BLOCKS).reshape(MAX_ROWS, BLOCKS)
     rows.device_tables[:MAX_ROWS] = torch.from_numpy(rows._tables)
-    return MixedGraphs(Unrecorded(decoder, cache, rows, MAX_ROWS), 128)
+    return MixedGraphs(Uncaptured(decoder, cache, rows, MAX_ROWS), 128)
 
 
 CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
@@ -88,18 +88,18 @@ CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
 
 def expect(graphs: MixedGraphs, flat: Flat, wanted: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of plain torch, and the cache afterwards."""
-    recorder = graphs._recorder
-    before = recorder.cache.data.clone()
-    inputs, batch = recorder.rows.gather(flat)
+    capturer = graphs._capturer
+    before = capturer.cache.data.clone()
+    inputs, batch = capturer.rows.gather(flat)
     batch.shared = None
-    hidden = recorder.decoder.forward(inputs, batch, recorder.cache, None)
-    logits, stored = recorder.decoder.logits(hidden[torch.from_numpy(wanted)]), recorder.cache.data.clone()
-    recorder.cache.data.copy_(before)
+    hidden = capturer.decoder.forward(inputs, batch, capturer.cache, None)
+    logits, stored = capturer.decoder.logits(hidden[torch.from_numpy(wanted)]), capturer.cache.data.clone()
+    capturer.cache.data.copy_(before)
     return logits, stored
 
 
 def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    recorder = graphs._recorder
+    capturer = graphs._capturer
     wanted = np.concatenate([flat.starts[1:] - 1, flat.starts[-1:] - 1])[-MAX_ROWS:]  # the last token is sampled twice
     rows, positions = np.arange(wanted.size), np.full(wanted.size, 200)
     logits, stored = expect(graphs, flat, wanted)
@@ -108,9 +108,9 @@ def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.Monk
     assert size is not None
     found, tokens = graphs.run(size, flat, shared, wanted, rows, positions)
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
-    assert torch.equal(tokens, found.argmax(-1)) and torch.equal(recorder.rows.tokens[rows, 200].long(), tokens)
+    assert torch.equal(tokens, found.argmax(-1)) and torch.equal(capturer.rows.tokens[rows, 200].long(), tokens)
     spare = MAX_ROWS * BLOCKS  # the scratch block, which padding may write to
-    assert torch.allclose(recorder.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
+    assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     return size
 
 
@@ -127,7 +127,7 @@ def test_a_padded_step_matches_a_plain_one(
 def test_decodes_with_a_shared_prefix_are_grouped_beside_a_prompt(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = graphs._recorder.rows
+    rows = graphs._capturer.rows
     rows._tables[:6, :17] = rows._tables[0, :17]
     rows.device_tables[:6] = torch.from_numpy(rows._tables[:6])
     flat = make_flat([(17 * 16 + 5 * i, 1) for i in range(6)] + [(0, 9)], [0, 1, 2, 3, 4, 5, 8])
@@ -140,8 +140,8 @@ def test_decodes_with_a_shared_prefix_are_grouped_beside_a_prompt(
 def test_a_decode_step_applies_changes_of_the_block_tables(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = graphs._recorder
-    rows, decodes = recorder.rows, DecodeGraphs(recorder)
+    capturer = graphs._capturer
+    rows, decodes = capturer.rows, DecodeGraphs(capturer)
     who, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
     other = int(rows._tables[11, 0])  # now unused
     rows._tables[3, 2] = other
@@ -155,7 +155,7 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
     assert rows.device_tables[3, 2] == other and not rows._places
     assert (rows.device_tables[MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
     spare = MAX_ROWS * BLOCKS
-    assert torch.allclose(recorder.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
+    assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     again, nothing = decodes.run(who, positions, None, False)
     assert nothing is None and torch.allclose(again.float(), logits.float(), atol=0.02, rtol=0.02)
 
@@ -178,9 +178,9 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
 def test_a_step_runs_as_the_next_larger_size(
     graphs: MixedGraphs, step_tokens: int, pieces: list[tuple[int, int]], samples: int, size: int | None
 ) -> None:
-    recorder = graphs._recorder
-    recorder.seats = 64
-    assert MixedGraphs(recorder, step_tokens).size_for(make_flat(pieces, [0] * len(pieces)), samples) == size
+    capturer = graphs._capturer
+    capturer.max_sequences = 64
+    assert MixedGraphs(capturer, step_tokens).size_for(make_flat(pieces, [0] * len(pieces)), samples) == size
 
 
 def test_inputs_without_a_value_are_blank() -> None:

@@ -45,7 +45,7 @@ def test_a_row_without_an_allowed_token_samples_none_and_does_not_change_others(
         sampling.Filters(ones.long(), ones, ones),
     ):
         for tokens in (sampling.likeliest(logits), sampling.draw(logits.float(), ones, keys(3), filters)):
-            assert tokens[1] == sampling.NOTHING
+            assert tokens[1] == sampling.NO_TOKEN
             assert (tokens[[0, 2]] < 5001).all()
             assert tokens.to(torch.int32)[1] == 0, "the next step reads a token of the vocabulary"
 

@@ -57,7 +57,7 @@ def test_the_likeliest_is_the_first_of_the_highest(dtype: torch.dtype) -> None:
     logits[0, 4000], logits[0, 77] = 50.0, 50.0
     logits[1] = -torch.inf
     logits[2, :] = 1.0
-    assert sampling_cuda.likeliest(logits)[:3].tolist() == [77, sampling.NOTHING, 0]
+    assert sampling_cuda.likeliest(logits)[:3].tolist() == [77, sampling.NO_TOKEN, 0]
 
 
 @pytest.mark.parametrize("vocabulary", [100, VOCABULARY], ids=["one part", "several parts"])
@@ -72,7 +72,7 @@ def test_a_row_without_an_allowed_token_samples_none_and_does_not_change_others(
         sampling_cuda.draw(logits, temperature, make_keys(4), filters),
         sampling_cuda.draw(logits, temperature, make_keys(4), None),
     ):
-        assert tokens[1:3].tolist() == [sampling.NOTHING] * 2
+        assert tokens[1:3].tolist() == [sampling.NO_TOKEN] * 2
         assert (tokens[[0, 3]] < vocabulary).all()
         assert tokens.to(torch.int32)[1:3].tolist() == [0, 0], "the next step reads a token of the vocabulary"
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from chairlift.execution.sharing import Grouping
 from chairlift.ops import attention_cuda, decode_cuda, fused_cuda
 from chairlift.ops.attention import paged_attention_reference
-from chairlift.ops.batch import Batch, HostBatch, Shared
+from chairlift.ops.batch import Batch, HostBatch, SharedPrefixes
 from chairlift.ops.kv_cache import KvCache, write_kv_reference
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.look_up import look_up_reference
@@ -178,7 +178,7 @@ def test_a_shared_prefix_is_read_once_for_its_group(heads: int, kv_heads: int, k
     qkv = torch.randn(len(lengths), heads + 2 * kv_heads, 64, device=DEVICE)
     expected = paged_attention_reference(qkv, heads, cache, 1, batch, 0)
     idle = torch.zeros(3, 5, dtype=torch.int32, device=DEVICE)  # padding, as in a captured step
-    batch.shared = Shared(torch.cat([items, idle]), members, prefixes, parts, int(parts.sum()))
+    batch.shared = SharedPrefixes(torch.cat([items, idle]), members, prefixes, parts, int(parts.sum()))
     for _ in range(2):  # the first pass must reset the counters for the second
         assert close(attention_cuda.attend(qkv, heads, cache, 1, batch, 0), expected)
     # The shared item reads the leader's blocks: with other blocks for the followers, the result is unchanged.

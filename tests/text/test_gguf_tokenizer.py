@@ -127,7 +127,7 @@ def test_a_sentencepiece_vocabulary_may_go_without_the_space_prefix() -> None:
         ({"model": "t5"}, "'t5'; known are 'gpt2' and 'llama'"),
         ({"tokens": ["a", "b", "a"]}, "the token 'a' twice"),
         ({"token_type": [1, 1]}, "2 token types"),
-        ({"merges": ["x yz"]}, "does not fit together"),
+        ({"merges": ["x yz"]}, "is inconsistent"),
     ],
 )
 def test_a_gguf_tokenizer_that_cannot_work_says_why(change: dict[str, Any], message: str) -> None:

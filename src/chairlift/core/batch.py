@@ -140,7 +140,7 @@ class RunningBatch:
     def _preempt(self, step: StepPlan, victim: Sequence) -> None:
         """Preempt the whole group of a sequence; it waits again with the rank it had."""
         group = victim.group
-        group.withdraw()
+        group.drop_candidates()
         members = _members(victim)
         for each in members:
             self.remove(each)

@@ -31,7 +31,7 @@ class Limits:
                 "each running sequence needs one token a step; raise step_tokens or lower max_sequences"
             )
 
-    def longest(self, request: Request) -> int:
+    def max_tokens_of(self, request: Request) -> int:
         """Return the largest number of tokens, prompt included, that a sequence of the request may have."""
         max_tokens = request.params.max_tokens
         return self.max_length if max_tokens is None else min(self.max_length, len(request.prompt) + max_tokens)
@@ -42,14 +42,14 @@ class Limits:
         >>> Limits(1, 8, 8, 100).truncate([1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(truncate_prompt_tokens=3))
         [7, 8, 9]
         """
-        keep = self.kept(params)
+        keep = self.kept_prompt_tokens(params)
         return prompt if keep is None or len(prompt) <= keep else prompt[-keep:]
 
-    def kept(self, params: SamplingParams) -> int | None:
+    def kept_prompt_tokens(self, params: SamplingParams) -> int | None:
         """Return the number of last prompt tokens that truncate_prompt_tokens keeps; None keeps all."""
         if params.truncate_prompt_tokens != ALL:
             return params.truncate_prompt_tokens
-        room = min(params.max_tokens or 1, self.max_length // 2)  # at least half of the context stays for the prompt
+        room = min(params.max_tokens or 1, self.max_length // 2)  # the prompt keeps at least half of the context
         return self.max_length - max(1, room)
 
     def check(self, request: Request) -> None:
@@ -103,7 +103,7 @@ class Limits:
     def _check_scores(self, request: Request) -> None:
         """Raise RequestError for log-probabilities of the whole vocabulary at more positions than fit in memory."""
         params = request.params
-        scored = params.width * (self.longest(request) - len(request.prompt)) if params.logprobs == ALL else 0
+        scored = params.width * (self.max_tokens_of(request) - len(request.prompt)) if params.logprobs == ALL else 0
         scored += len(request.prompt) if params.prompt_logprobs == ALL else 0
         if scored * self.vocab_size > _MOST_SCORES:
             raise RequestError(

@@ -18,11 +18,11 @@ REMEMBERED = 1 << 14  # predictions kept for unfinished requests; aborted reques
 BUCKETS = 4096  # most values kept per feature
 
 _DOUBT = 1.645  # standard errors below 0, reached by chance one time in twenty
-_PRIOR = math.log(256)  # equal for all requests before the first lesson, apart from max_tokens, so that arrival decides
+_PRIOR = math.log(256)  # the estimate before the first finished answer: equal estimates keep arrival order
 _MEMORY = 48  # answers that a bucket's running average covers, so that it follows a drift
 _STEP = [1 / (count + 1) for count in range(_MEMORY)] + [1 / _MEMORY]
 _BAND = [count.bit_length() for count in range(_MEMORY + 1)]  # counts of 1, 2-3, 4-7, ... have one share each
-_RATE = 0.07  # learning rate of the shares: they settle within some tens of answers
+_RATE = 0.07  # learning rate of the shares: they converge within some tens of answers
 
 Features = tuple[int, ...]
 
@@ -125,11 +125,11 @@ class MaxTokens:
         return _limit(request, self.max_length)
 
     def learn(self, request: Request, features: Features, length: int) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 class Oracle(MaxTokens):
-    """Predicts the true length where an experiment knows it, else the limit."""
+    """Predicts the true length where an experiment has set it, else the limit."""
 
     def guess(self, request: Request, features: Features) -> int:
         """Return the known length, within the limit."""

@@ -1,4 +1,4 @@
-"""How prompts share a step with decodes: who goes first, how large a step is, and where a prompt is cut."""
+"""Prefill modes: the order of prompts and decodes in a step, the step's size, and the cutting of prompts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from chairlift.core.limits import Limits
 class PrefillMode(Protocol):
     """Cuts prompts to fit a step."""
 
-    decodes_wait: int  # steps in a row that may have prompts and no decodes
-    step_tokens: int  # that a step may hold
+    decodes_wait: int  # most steps in a row with prompts and without decodes
+    step_tokens: int  # most tokens of a step
 
     def chunk(self, remaining: int, left: int) -> int:
-        """How many of a prompt's `remaining` tokens to compute with `left` tokens of budget; 0 to wait."""
+        """Return how many of a prompt's `remaining` tokens to compute with `left` tokens of budget; 0 to wait."""
         ...
 
 
 class Chunked:
-    """Decodes first, and as much of the prompts as they have left room for (Sarathi)."""
+    """Decodes first; prompt chunks fill the rest of the budget (Sarathi)."""
 
     decodes_wait = 0
 
@@ -30,15 +30,15 @@ class Chunked:
         self.step_tokens = limits.step_tokens
 
     def chunk(self, remaining: int, left: int) -> int:
-        """All that fits."""
+        """Return as many tokens as fit."""
         return min(remaining, left)
 
 
 class SplitFuse(Chunked):
-    """Every step of one moderate size: long prompts are cut and short ones put together to fill it (FastGen).
+    """Steps of one moderate size: long prompts are cut and short ones combined to fill it (FastGen).
 
-    The size is the smallest at which a step's tokens come about as cheap as they get: beyond it a larger step only
-    makes everybody in it wait longer. It is twice the seats at least, so that a full batch leaves half of it.
+    The size is the smallest with about the lowest cost per token: a larger step only takes longer. It is at least twice
+    max_sequences, so that a full batch of decodes leaves half of it to prompts.
     """
 
     def __init__(self, limits: Limits, cost: Cost) -> None:
@@ -47,16 +47,16 @@ class SplitFuse(Chunked):
 
 
 class PrefillFirst(Chunked):
-    """Newcomers at once, in steps of their own; decodes wait. The best time to first token, and the worst stalls.
+    """Prompts first, in steps without decodes. The best time to first token, and the longest stalls of decodes.
 
-    If prompts come without end, one step in 17 has decodes, too, so that running sequences do not starve.
+    If prompts arrive without end, one step in 17 has decodes, too, so that running sequences do not starve.
     """
 
     decodes_wait = 16
 
 
 class Whole(Chunked):
-    """A prompt in one step, beside the decodes, however long it is (Orca)."""
+    """Each prompt in one step, with the decodes, however long it is (Orca)."""
 
     def __init__(self, limits: Limits, cost: Cost) -> None:
         super().__init__(limits, cost)
@@ -69,7 +69,7 @@ class Whole(Chunked):
             )
 
     def chunk(self, remaining: int, left: int) -> int:
-        """All or nothing."""
+        """Return all tokens if they fit, else 0."""
         return remaining if remaining <= left else 0
 
 

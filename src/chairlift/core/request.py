@@ -120,7 +120,7 @@ class Group:
         """The number of rows that it needs in the batch."""
         return self.reserved or len(self.members)
 
-    def withdraw(self) -> None:
+    def drop_candidates(self) -> None:
         """Drop results that the members computed for a common decision: they are preempted, and compute them again."""
 
 

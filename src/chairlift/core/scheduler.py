@@ -91,7 +91,7 @@ class Scheduler:
             if request.id in self._live:
                 raise RequestError(f"request id {request.id!r} is in use: choose another or wait until it has ended")
             self.limits.check(request)
-            limit = self.limits.longest(request)
+            limit = self.limits.max_tokens_of(request)
             self.admission.check_beams(request, limit)
         except RequestError:
             self.counters.rejected += 1
@@ -309,7 +309,7 @@ class Scheduler:
         """Take a beam's candidates; with the last beam's, choose those to continue, or end the search."""
         beams = sequence.group
         assert isinstance(beams, Beams), "only beams have candidates"
-        if sequence.phase is not Phase.RUNNING or not beams.offer(sequence, candidates):
+        if sequence.phase is not Phase.RUNNING or not beams.add_candidates(sequence, candidates):
             return []
         going = beams.choose()
         staying, leaving = beams.members[: len(going)], beams.members[len(going) :]

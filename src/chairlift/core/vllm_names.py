@@ -1,4 +1,4 @@
-"""Our name for each setting of vLLM, or why there is none, for errors of `LLM(...)` and the command line."""
+"""Our name for each setting of vLLM, or the reason for its absence, for errors of `LLM(...)` and the command line."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ class Watermark:
         """The number of blocks to keep free."""
         return int(self._level)
 
-    def learn(self, has_yielded: bool) -> None:
+    def learn(self, has_preempted: bool) -> None:
         """Update the level after a planned step."""
-        if has_yielded:
+        if has_preempted:
             self._level = min(_CEILING * self._total, self._level + _RISE * self._total)
         else:
             self._level = max(self._floor, self._level * _FALL)

@@ -1,10 +1,10 @@
-"""Counts in words, for messages and reports that people read."""
+"""Counts with their nouns, for messages and reports."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in the right form.
+    """Return a number with its noun, singular or plural.
 
     >>> counted(1, "request"), counted(2000, "token"), counted(2, "batch")
     ('1 request', '2,000 tokens', '2 batches')

@@ -9,7 +9,7 @@ import torch
 
 from chairlift.models.decoder import Decoder
 from chairlift.ops import sampling
-from chairlift.ops.batch import Batch, HostBatch, Shared
+from chairlift.ops.batch import Batch, HostBatch, SharedPrefixes
 from chairlift.ops.filters import Filters
 
 _FEW, _SHORT, _LONG = 16, 600, 2112  # step sizes in tokens, each of which selects other kernels
@@ -44,7 +44,7 @@ def dry_run(
     batch = Batch.on(device, host)
     if shares:
         no_groups = torch.zeros(1, 5, dtype=torch.int32, device=device)
-        batch.shared = Shared(no_groups, no_groups[0], no_groups[0], no_groups[0], 0)
+        batch.shared = SharedPrefixes(no_groups, no_groups[0], no_groups[0], no_groups[0], 0)
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
     wanted = np.arange(max(0, tokens - samples), tokens)
     hidden = decoder.forward(inputs, batch, cache, batch.only(wanted))

@@ -1,4 +1,4 @@
-"""The loop that drives core: plan, run, take in, again.
+"""The loop that drives core: plan a step, run it, apply its results.
 
-The engine knows an executor and a clock only by what they do, so the same loop serves, simulates and is tested.
+The engine sees an executor and a clock through protocols, so the same loop serves, simulates and is tested.
 """

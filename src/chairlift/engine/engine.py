@@ -14,22 +14,22 @@ from chairlift.core.step import Step, StepResult
 
 log = logging.getLogger("chairlift")
 
-MAX_FAILED_STEPS = 4  # in a row; overlapped, one fault can fail the step that was submitted behind it, too
-MAX_IDLE_PLANS = 8  # in a row; one that only preempts is followed by one that computes
+MAX_FAILED_STEPS = 4  # in a row; overlapped, one fault can fail the next step in flight, too
+MAX_IDLE_PLANS = 8  # in a row; a plan that only preempts is followed by one with slices
 
 
 class Executor(Protocol):
-    """Runs steps, in the order they were launched; the ticket between the calls is the executor's own.
+    """Runs steps, in the order they were launched; a ticket, of any type, identifies a launched step.
 
-    Every call may raise: the requests of that step then fail, and the engine goes on, unless it is a DeviceError.
+    Every call may raise: the requests of that step then fail, and the engine continues unless it is a DeviceError.
     """
 
     def launch(self, step: Step) -> Any:
-        """Start one forward pass; the step is read here only."""
+        """Start one forward pass; the step must not be read after this call."""
         ...
 
     def choose(self, ticket: Any, masks: list[bytes | None]) -> None:
-        """Choose the tokens of the step's `masked` samples; called, if it has any, before the next launch."""
+        """Choose the tokens of the step's `masked` samples; called before the next launch, if the step has any."""
         ...
 
     def collect(self, ticket: Any) -> StepResult:
@@ -38,15 +38,15 @@ class Executor(Protocol):
 
 
 class Clock(Protocol):
-    """Tells the time: of the wall, or of a simulation."""
+    """A clock: real or simulated."""
 
     def now(self) -> float:
-        """Seconds from some fixed moment."""
+        """Return seconds since a fixed moment."""
         ...
 
 
 class Flight(NamedTuple):
-    """A step in flight: its plan, the executor's ticket and when it was planned."""
+    """A step in flight: its plan, the executor's ticket and the time of planning."""
 
     plan: StepPlan
     ticket: Any
@@ -54,11 +54,11 @@ class Flight(NamedTuple):
 
 
 class Engine:
-    """Drives requests to their end, one step at a time.
+    """Runs requests, one step at a time.
 
     Overlapped, it keeps two steps in flight: step N+1 is planned and launched before N is collected, so that planning
-    hides behind the device's work. A stop found late then costs one discarded token, never a wrong one. The masks of
-    constrained samples need the token before: they are sent when N has been applied, while the device computes N+1.
+    runs while the device computes. A stop found late then costs one discarded token, never a wrong one. The masks of
+    constrained samples need the previous token: they are sent after N is applied, while the device computes N+1.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock, *, overlap: bool = False) -> None:
@@ -70,60 +70,60 @@ class Engine:
         self.fault: str | None = None  # why no further step can run: the device is lost, or every step fails
         self._failed_steps = 0  # in a row
         self._idle_plans = 0  # in a row
-        # Told of each pass that has come back: its plan, when it began and how many seconds it took.
+        # Called after each collected step with its plan, its start time and its seconds.
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self._in_flight: Flight | None = None
-        self._late: list[Event] = []  # events of constraints that failed, which come behind the tokens of their step
-        self._last_end = 0.0  # when a pass last came back
+        self._late: list[Event] = []  # events of failed constraints, reported with the next outcome
+        self._last_end = 0.0  # when the last step was collected
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or any step has not come back."""
+        """Whether any request has not ended or any step is in flight."""
         return self.scheduler.has_work or self._in_flight is not None or bool(self._late)
 
     @property
-    def may_begin_early(self) -> bool:
-        """Whether to step does not wait for the device, nor do those who come later change what is planned now."""
+    def may_step_while_submitting(self) -> bool:
+        """Whether to step before all requests are submitted: it does not block, and they would not change the plan."""
         return self._overlap and self.scheduler.serves_in_order
 
     def submit(self, request: Request) -> None:
-        """Queue a request, or refuse it with a RequestError."""
+        """Queue a request, or reject it with a RequestError."""
         self._check_fault()
         self.scheduler.submit(request)
 
     def abort(self, request_id: str, error: str | None = None) -> list[Event]:
-        """End a request now, as failed if there is an error; its blocks are free when this returns."""
+        """End a request now, as failed if there is an error; its blocks are free on return."""
         return self.scheduler.abort(request_id, error)
 
     def stop(self, sequence: Sequence) -> list[Event]:
-        """End one sequence whose text met a stop string."""
+        """End a sequence after a stop string in its text."""
         return self.scheduler.stop(sequence)
 
     def stop_answer(self, request_id: str, index: int) -> list[Event]:
-        """The same by name; one that has ended already is no error."""
+        """End an answer by request id and index; no error if it has ended already."""
         sequence = self.scheduler.find(request_id, index)
         return [] if sequence is None else self.scheduler.stop(sequence)
 
     def end_input(self) -> None:
-        """Nobody else will come: a batch that waits to be full need not wait."""
+        """Announce that no more requests will be submitted: a static batch need not wait until it is full."""
         self.scheduler.planner.is_input_over = True
 
     def expect_input(self) -> None:
-        """Others may come, as is assumed at first."""
+        """Announce that more requests may be submitted, as is assumed at first."""
         self.scheduler.planner.is_input_over = False
 
     def clear_prefix_cache(self) -> int:
-        """Empty the prefix cache, and return the number of its blocks; running sequences keep theirs."""
+        """Empty the prefix cache and return the number of blocks dropped; running sequences keep their blocks."""
         cache = self.scheduler.memory.prefix_cache
         return 0 if cache is None else cache.clear()
 
     @property
     def pause(self) -> float:
-        """Seconds for which nothing happens by itself, however often `step` is called; inf: until somebody comes."""
+        """Seconds for which `step` would compute nothing; inf: until a request is submitted."""
         return 0.0 if self._in_flight is not None or self._late else self.scheduler.pause(self.clock.now())
 
     def step(self) -> Outcome:
-        """Plan and run one forward pass, and return the news of the pass that came back."""
+        """Plan and launch one step, and return the outcome of the step that was collected."""
         self._check_fault()
         now = self.clock.now()
         plan = self.scheduler.plan(now)
@@ -145,9 +145,9 @@ class Engine:
         return outcome
 
     def _end_stuck(self, now: float) -> list[Event]:
-        """Count a plan that computes nothing though requests could run; after a few in a row, end the one to blame.
+        """Count a plan without slices though requests could run; after a few in a row, end the request that is stuck.
 
-        No such state is known. But a loop that met one would spin and answer nothing, with every sign of good health.
+        No such state is known. But a loop in one would spin and answer nothing while health checks pass.
         """
         scheduler = self.scheduler
         if not scheduler.has_work or scheduler.pause(now) > 0:
@@ -171,7 +171,7 @@ class Engine:
         )
 
     def _launch(self, plan: StepPlan, now: float, events: list[Event]) -> Flight | None:
-        """Start a step; if that fails, add the events of its requests."""
+        """Launch a step; if that fails, add the events of its requests."""
         try:
             return Flight(plan, self._executor.launch(plan), now)
         except Exception as error:
@@ -179,7 +179,7 @@ class Engine:
             return None
 
     def _choose(self, flight: Flight | None, events: list[Event]) -> Flight | None:
-        """Send the masks of a step's constrained samples, if it has any; the step, unless that failed."""
+        """Send the masks of a step's constrained samples, if it has any; return the step, or None if that failed."""
         if flight is None or not flight.plan.masked:
             return flight
         masks, failed = self.scheduler.masks(flight.plan)
@@ -198,7 +198,7 @@ class Engine:
         except Exception as error:
             return Outcome(events=self._fail(plan, error))
         now = self.clock.now()
-        begun = max(begun, self._last_end)  # overlapped, a pass begins on the device when the one before it ends
+        begun = max(begun, self._last_end)  # overlapped, a step begins on the device when the previous one ends
         self._last_end = now
         self._failed_steps = 0
         self.scheduler.observe(plan, now - begun)
@@ -207,11 +207,11 @@ class Engine:
         return self.scheduler.apply(plan, result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        """End the requests of a failed pass, and only those; decide whether another pass makes sense."""
+        """End the requests of a failed step, and no others; set a fault if no further step can run."""
         log.error("a step of %d slices failed", len(plan.sequences), exc_info=error)
         self._failed_steps += 1
         if isinstance(error, DeviceError):
-            self.fault = f"the device cannot go on: {error}"
+            self.fault = f"the device has failed: {error}"
         elif self._failed_steps >= MAX_FAILED_STEPS:
             self.fault = (
                 f"the last {self._failed_steps} steps failed, the last one with {type(error).__name__}: {error}"

@@ -10,18 +10,18 @@ from chairlift.engine.engine import Engine
 
 
 class Port(Protocol):
-    """Where the loop takes requests from and reports to. The loop's thread alone calls it, and the engine."""
+    """The loop's source of requests and target of results. Only the loop's thread calls it and the engine."""
 
     def is_open(self) -> bool:
-        """Whether the loop goes on."""
+        """Whether the loop continues."""
         ...
 
     def receive(self, wait: float) -> None:
-        """Submit, stop and abort what callers have asked for; with nothing to compute, wait so many seconds for it."""
+        """Submit, stop and abort as callers have asked; wait up to `wait` seconds for the first call."""
         ...
 
     def report(self, outcome: Outcome, seconds: float) -> None:
-        """Tell callers what a step has generated; it took so many seconds."""
+        """Deliver a step's outcome to callers; the step took so many seconds."""
         ...
 
 
@@ -29,7 +29,7 @@ def drive(engine: Engine, port: Port) -> None:
     """Run steps until the port is closed or the engine has a fault."""
     now = engine.clock.now
     while port.is_open() and engine.fault is None:
-        # A batch that waits to be full has work, but nothing to compute yet.
+        # A static batch that is not full yet has work, but nothing to compute.
         port.receive(engine.pause if engine.has_work else inf)
         if engine.has_work:
             before = now()

@@ -1,5 +1,5 @@
-"""Execution with torch: what a plan of slices becomes on a device.
+"""Execution with torch: a planned step as one forward pass on a device.
 
-The executor keeps one row of device state for each seat in the batch, turns a plan into one flat forward pass, and
-samples on the device. It never decides what to run: that is core's.
+The executor keeps one row of device state per sequence in the batch, lays a step's slices out as one flat batch, and
+samples on the device. It never decides what to run: core does.
 """

@@ -1,4 +1,4 @@
-"""From settings to a running engine: every loose choice is made here, once."""
+"""From settings to a running engine: every default that depends on the model or the device is chosen here, once."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
 
 console = Console(stderr=True)
-_TRIED = 16  # tokens of the step that is timed, at most
-_PINNED = 4 << 30  # bytes of host memory that take about a second to reserve for a GPU
+_TRIED = 16  # most tokens of the step that is timed
+_PINNED = 4 << 30  # bytes of host memory that can be pinned for a GPU in about a second
 
 
 class WallClock:
-    """Real time."""
+    """The machine's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds that only go forward."""
+        """Return seconds that never decrease."""
         return time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on its device: one of them serves any number of engines, one after the other."""
+    """A model on its device, for any number of engines, one after the other."""
 
     config: ModelConfig
     checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
@@ -62,7 +62,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine ready to serve, and what it is made of."""
+    """An engine ready to serve, and its parts."""
 
     engine: Engine
     config: ModelConfig
@@ -70,7 +70,7 @@ class Built:
     capacity: Capacity
     checkpoint: Checkpoint | None
     device: torch.device
-    slowest_step: float  # seconds that the largest step may take, a rough guess; 0: not known
+    slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
 
 
 def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
@@ -92,7 +92,7 @@ def load_model(model: str, settings: Settings, *, progress: bool = True) -> Load
 
 
 def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
-    """An engine for a loaded model: size the cache and join scheduler and executor."""
+    """Size the cache of a loaded model and join scheduler and executor."""
     config, device, decoder = loaded.config, loaded.device, loaded.decoder
     limits = choose_limits(config, settings, device)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
@@ -102,7 +102,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         with console.status("compiling kernels, once on this machine") if progress else nullcontext():
             compile_kernels(decoder, limits.max_length, block_size, kv_dtype)
     capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share)
-    spare = 1 if device.type == "cuda" else 0  # recorded steps fill their batch up with a row that writes there
+    spare = 1 if device.type == "cuda" else 0  # written by the padding rows of captured steps
     cache = decoder.make_cache(capacity.blocks + spare, capacity.block_size, kv_dtype)
     slowest = 0.0
     if device.type == "cpu":
@@ -113,9 +113,9 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / tried
     scheduling = settings.scheduling
-    window = decoder.window  # what no layer sees need not be kept
+    window = decoder.window  # blocks that every layer's window has passed are freed
     caches = settings.cache.prefix_cache and not window
-    host_blocks, disk_blocks = choose_shelves(settings, capacity, device, caches)
+    host_blocks, disk_blocks = choose_swap_blocks(settings, capacity, device, caches)
     cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
     pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
     known = PrefixCache(pool, (host, shelf), cost) if caches else None
@@ -128,14 +128,14 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
     if device.type == "cuda" and HAS_TRITON:
-        with console.status("recording steps") if progress else nullcontext():
+        with console.status("capturing CUDA graphs") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     return Built(engine, config, limits, capacity, loaded.checkpoint, device, slowest)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a setting means."""
+    """Return the device that a setting names."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -150,12 +150,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_limits(config: ModelConfig, settings: Settings, device: torch.device) -> Limits:
-    """The step's and the sequences' bounds."""
+    """Return the limits of a step and of a sequence."""
     is_gpu = device.type == "cuda"
     length = settings.model.max_length or config.max_length
     if length > config.max_length:
         raise SettingsError(
-            f"max_length is {length}, but the model was made for {config.max_length} tokens: lower it to that or less"
+            f"max_length is {length}, but the model supports {config.max_length} tokens: lower it to that or less"
         )
     wanted = settings.scheduling
     step_tokens = wanted.step_tokens or (8192 if is_gpu else 256)
@@ -165,8 +165,8 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     return Limits(sequences, step_tokens, length, config.vocab_size)
 
 
-def choose_shelves(settings: Settings, capacity: Capacity, device: torch.device, caches: bool) -> tuple[int, int]:
-    """Blocks of host memory and of a file for what has to make room on the device; none where nothing goes there."""
+def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, caches: bool) -> tuple[int, int]:
+    """Return the numbers of host and disk blocks for swapped or evicted KV; 0 where the settings use none."""
     chosen, size = settings.cache, capacity.block_size
     swaps, spills = settings.scheduling.preemption != "recompute", caches and chosen.disk_cache is not None
     affordable = available_memory() // 4
@@ -185,7 +185,7 @@ def choose_shelves(settings: Settings, capacity: Capacity, device: torch.device,
 
 
 def config_alone(model: str) -> dict[str, Any]:
-    """The config for random weights: a shape's name, a folder with a config.json, or such a file."""
+    """Return the config for random weights, from a shape's name, a folder with a config.json, or such a file."""
     if model in SHAPES:
         return SHAPES[model]
     path = Path(model)
@@ -202,7 +202,7 @@ def config_alone(model: str) -> dict[str, Any]:
 def load(
     config: ModelConfig, checkpoint: Checkpoint | None, device: torch.device, max_length: int, progress: bool
 ) -> Decoder:
-    """The decoder on its device, with a bar while it is read."""
+    """Load the decoder onto its device, with a progress bar if `progress`."""
     total = sum(map(math.prod, outline(config)[1].values())) * config.dtype.itemsize
     require_memory(config, total, max_length, device)
     source = checkpoint or RandomTensors(config, device)

@@ -1,4 +1,4 @@
-"""How large the KV cache can be: from free memory after a real pass, told in plain words."""
+"""The size of the KV cache, from the memory that is free after a forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A cache size, and why."""
+    """The size of the KV cache."""
 
     blocks: int
     block_size: int
@@ -29,7 +29,7 @@ class Capacity:
 
     @property
     def tokens(self) -> int:
-        """How many tokens fit."""
+        """The number of tokens that fit."""
         return self.blocks * self.block_size
 
     @property
@@ -45,7 +45,7 @@ class Capacity:
 
 
 def require_memory(config: ModelConfig, weights: int, max_length: int, device: torch.device) -> None:
-    """Raise an error with a remedy for a model whose weights and rotary tables cannot fit, before any is made."""
+    """Raise CapacityError, before anything is allocated, if the weights and rotary tables do not fit in memory."""
     rotary = 6 * max_length * config.head_dim  # angles, cos and sin of head_dim / 2 frequencies in float32
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if weights + rotary > free:
@@ -58,9 +58,9 @@ def require_memory(config: ModelConfig, weights: int, max_length: int, device: t
 def plan_capacity(
     decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
 ) -> Capacity:
-    """Blocks for `kv_tokens`, or for the memory that is left; an error with a remedy if one request can't fit."""
+    """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit."""
     per_token = decoder.kv_bytes_per_token(kv_dtype)
-    # No more than this could ever be held, but for a few blocks that admission leaves free.
+    # The blocks of a full batch of full-length sequences, and a few that admission keeps free.
     useful = limits.max_sequences * -(-limits.max_length // block_size) * 102 // 100 + 1
     free = _free_bytes(decoder, limits, block_size, kv_dtype, memory_share)
     if kv_tokens is not None:
@@ -83,7 +83,7 @@ def plan_capacity(
 
 
 def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, memory_share: float) -> int:
-    """Bytes that the cache may take once the largest step has what it needs."""
+    """Return the bytes that the cache may take beside the activations of the largest step."""
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
@@ -93,13 +93,13 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: tor
         peak = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(decoder.device)
-        # Twice: recorded steps have memory of their own, beside that of steps which are launched as they come.
+        # Twice: captured steps have their own memory pool, beside that of steps that are not captured.
         return int(free - total * (1 - memory_share)) - 2 * peak
     return int(available_memory() * memory_share) - activation_bytes(decoder, limits)
 
 
 def activation_bytes(decoder: Decoder, limits: Limits) -> int:
-    """What the largest step holds beside weights and cache: a few copies of the widest activations, and the logits."""
+    """Return the bytes of the largest step's activations: a few copies of the widest ones, and the logits."""
     config = decoder.config
     inner = max(block.mlp.down.shape[1] + 2 * block.attention.qkv.shape[0] for block in decoder.blocks)
     width = config.hidden_size * 3 + inner
@@ -107,7 +107,7 @@ def activation_bytes(decoder: Decoder, limits: Limits) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that can be had without swapping, within the container's limit if there is one."""
+    """Return the bytes of host memory that are free without swapping, within the container's limit if there is one."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

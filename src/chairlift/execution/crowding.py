@@ -1,9 +1,9 @@
-"""Crowding: how many CPU threads a step uses while other processes want the cores too.
+"""Crowding: the number of CPU threads of a step while other processes use the cores too.
 
 A parallel region ends when its last thread does. A thread that shares its core with another process is not run for
-milliseconds at a time, and all others wait for it in every region: two threads beside one busy process were four times
-slower than without it, and slower than one thread. So threads that have to wait for a core are given up, and all are
-tried again after a while.
+milliseconds at a time, and all other threads wait for it in every region: two threads beside one busy process were four
+times slower than without it, and slower than one thread. So the number of threads falls while threads wait for a core,
+and is raised to the full number again after a while.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 import numba
 import torch
 
-_EVERY = 0.25  # seconds between two looks
-_CROWDED = 0.2  # of a core: how long threads may have waited to be run, in all, per second
-_FIRST_RETRY, _LAST_RETRY = 4.0, 30.0  # seconds until all threads are tried again; doubled while that fails
-_SETTLED = 3.0  # seconds without waiting after which a try has succeeded
+_EVERY = 0.25  # seconds between measurements
+_CROWDED = 0.2  # seconds that all threads together may wait for a core, per second
+_FIRST_RETRY, _LAST_RETRY = 4.0, 30.0  # seconds until all threads are used again; doubled each time they still wait
+_SETTLED = 3.0  # seconds without waiting after which a retry has succeeded
 
 
 def run_delay() -> float:
-    """Return the seconds for which this process's threads, all together, could have run and were not; 0 if unknown."""
+    """Return the seconds that this process's threads, all together, were runnable but not run; 0 if unknown."""
     total = 0
     try:
         for task in Path("/proc/self/task").iterdir():
             total += int((task / "schedstat").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):  # no Linux, no such statistics, or a thread that has just ended
+    except (OSError, IndexError, ValueError):  # not Linux, no such statistics, or a thread that has just ended
         return 0.0
     return total / 1e9
 
 
 class Crowding:
-    """Chooses the number of threads from how long they have to wait for a core."""
+    """Chooses the number of threads from the time that they wait for a core."""
 
     def __init__(
         self, most: int, clock: Callable[[], float] = time.monotonic, delay: Callable[[], float] = run_delay
@@ -43,10 +43,10 @@ class Crowding:
         self._clock, self._delay = clock, delay
         self._looked_at, self._waited = clock(), delay()
         self._tried_at, self._retry = 0.0, _FIRST_RETRY
-        self._is_trying = False  # whether all threads were taken up again so lately that it may yet fail
+        self._is_trying = False  # whether all threads are used again, for less than _SETTLED seconds
 
     def look(self) -> bool:
-        """Between two steps: choose the number of threads again; whether it has changed."""
+        """Choose the number of threads again, between two steps; return whether it has changed."""
         now = self._clock()
         if now - self._looked_at < _EVERY:
             return False
@@ -66,6 +66,6 @@ class Crowding:
         return self.threads != before
 
     def apply(self) -> None:
-        """Have torch's operations and our kernels use that many threads."""
+        """Set the number of threads of torch's operations and of our kernels."""
         torch.set_num_threads(self.threads)
         numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))

@@ -1,4 +1,4 @@
-"""The torch executor: one step in, one forward pass over its flat batch, one token out for each of its samples."""
+"""The torch executor: runs a step as one forward pass over its flat batch and returns one token per sample."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.crowding import Crowding
-from chairlift.execution.graphs import TURNS, DecodeGraphs, Recorder
+from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
-from chairlift.execution.scores import Offers, Scores, Scoring, score_tokens
+from chairlift.execution.scores import BeamCandidates, Scores, Scoring, score_tokens
 from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
-from chairlift.ops.filters import NOTHING
+from chairlift.ops.filters import NO_TOKEN
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.masks import forbid_, pack_masks
 from chairlift.ops.triton_found import HAS_TRITON
 
-_SCORED_ROWS = 256  # prompt tokens whose whole vocabulary is in memory at once when their log-probabilities are asked
+_SCORED_ROWS = 256  # prompt tokens scored at once: their logits over the whole vocabulary are in memory together
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A step under way: what `collect` will wait for."""
+    """A step in flight, for `collect` to wait for."""
 
     tokens: np.ndarray
     done: torch.Event | None
-    scores: list[tuple[list[int], Scores | Offers]]  # of which samples
+    scores: list[tuple[list[int], Scores | BeamCandidates]]  # with the numbers of the scored samples
     prompt_scores: list[PromptScores]
-    masked: Masked | None = None  # what `choose` is yet to complete
+    masked: Masked | None = None  # completed by `choose`
 
 
 class Masked(NamedTuple):
-    """A step whose constrained samples have no token yet."""
+    """The constrained samples of a step, before `choose` has chosen their tokens."""
 
     places: np.ndarray  # numbers of these samples
     own_logits: torch.Tensor  # of these samples, before penalties and temperature
@@ -62,13 +62,13 @@ class PromptScores(NamedTuple):
 
 
 class Decodes(NamedTuple):
-    """A step of decodes alone, as arrays, and what their rows ask for."""
+    """A step of decodes alone, as arrays, and the sampling of their rows."""
 
-    listed: list[int]  # the rows as the step has them
+    listed: list[int]  # the rows as a list, as in the step
     rows: np.ndarray
     starts: np.ndarray
     is_greedy: bool
-    scored: np.ndarray  # numbers of the samples whose log-probabilities are asked for
+    scored: np.ndarray  # numbers of the samples with log-probabilities
 
 
 class TorchExecutor:
@@ -94,31 +94,34 @@ class TorchExecutor:
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._limits = limits
-        self._decodes: Decodes | None = None  # the last step, if it was such
-        self._events: list[torch.Event] = []  # that nobody waits for any more
+        self._decodes: Decodes | None = None  # the last step, if it had decodes alone
+        self._events: list[torch.Event] = []  # completed events, for reuse
         self._is_cuda = self._device.type == "cuda"
-        # Only where our own kernels run: what they compute does not depend on the number of threads, torch's may.
+        # Only with our own kernels: their results do not depend on the number of threads; torch's may.
         is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
         self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
-        # Where the tokens of a step arrive: they are read long before its turn comes again.
-        places = [torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(TURNS)]
+        # Buffers for sampled tokens, used in rotation: one is read long before it is written again.
+        places = [
+            torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(STAGING_BUFFERS)
+        ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> None:
-        """Run steps as recorded ones; the block is one that no sequence ever gets."""
+        """Capture steps as CUDA graphs and replay them; `scratch_block` is a block outside the pool."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
-        recorder = Recorder(self._decoder, self._cache, self._rows, limits.max_sequences)
-        self._graphs, self._mixed = DecodeGraphs(recorder), MixedGraphs(recorder, limits.step_tokens)
-        self._mixed.record()
-        self._graphs.record()
+        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences)
+        self._graphs, self._mixed = DecodeGraphs(capturer), MixedGraphs(capturer, limits.step_tokens)
+        self._mixed.capture()
+        self._graphs.capture()
 
     def launch(self, step: Step) -> Ticket:
         """Start one forward pass."""
         try:
             return self._start(step)
-        except torch.AcceleratorError as error:  # not for want of memory, which is another error
+        except torch.AcceleratorError as error:  # running out of memory is another error
             raise DeviceError(str(error)) from error
 
     @torch.inference_mode()
@@ -149,10 +152,10 @@ class TorchExecutor:
             if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
-        # Copies of what the model said: the sampler changes logits by penalties and temperature.
-        raw = logits[self._send(scored)] if scored.size else None
+        # Copies of the raw logits: the sampler changes logits by penalties and temperature.
+        raw = logits[self._to_device(scored)] if scored.size else None
         places = np.array(step.masked, np.int64)
-        own = logits[self._send(places)] if step.masked else None
+        own = logits[self._to_device(places)] if step.masked else None
         if tokens is None:
             tokens = self._sampler.sample(logits, rows, positions)
             self._rows.put(rows, positions, tokens)
@@ -160,10 +163,10 @@ class TorchExecutor:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
             return Ticket(np.empty(0, np.int64), None, [], prompt_scores, masked)
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        return Ticket(self._bring(tokens), self._record(), scores, prompt_scores)
+        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores)
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
-        """Choose the tokens of a step's masked samples, in place of those that `launch` chose without a mask."""
+        """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
         try:
             self._choose(ticket, masks)
         except torch.AcceleratorError as error:
@@ -175,22 +178,22 @@ class TorchExecutor:
         places, logits, tokens, rows, positions, scored, raw = ticket.masked
         ticket.masked = None
         logits = logits.float().contiguous()
-        forbid_(logits, self._send(pack_masks(masks, logits.shape[1])))
+        forbid_(logits, self._to_device(pack_masks(masks, logits.shape[1])))
         chosen = self._sampler.sample(logits, rows[places], positions[places])
         self._rows.put(rows[places], positions[places], chosen)
-        tokens = tokens.index_copy(0, self._send(places), chosen.to(tokens.dtype))
+        tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
         ticket.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        ticket.tokens, ticket.done = self._bring(tokens), self._record()
+        ticket.tokens, ticket.done = self._to_host(tokens), self._record()
 
     def _score(
         self, raw: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, scored: np.ndarray
-    ) -> list[tuple[list[int], Scores | Offers]]:
-        return self._scoring.score(raw, tokens[self._send(scored)], rows[scored], scored)
+    ) -> list[tuple[list[int], Scores | BeamCandidates]]:
+        return self._scoring.score(raw, tokens[self._to_device(scored)], rows[scored], scored)
 
     def _find_decodes(self, step: Step) -> Decodes | None:
-        """Return the decodes of a step that holds nothing else: no prompt, no fork, no prompt's log-probabilities.
+        """Return a step's decodes if it has nothing else: no prompts, forks or prompt log-probabilities.
 
-        Where the rows are those of the step before, only their positions change, by one.
+        With the rows of the previous step, only the positions change, by one.
         """
         last = self._decodes
         if step.tokens != len(step.rows) or step.sample_rows != step.rows:
@@ -205,7 +208,7 @@ class TorchExecutor:
         return Decodes(step.rows, rows, starts, self._sampler.is_greedy(rows), self._scoring.find(rows))
 
     def _group(self) -> Grouping | None:
-        """How decodes that read together are found, where attention can do that: on a GPU, seeing all that was."""
+        """Return the grouping of decodes by shared prefix, on a GPU without sliding windows; else None."""
         config, cache = self._decoder.config, self._cache
         if self._device.type != "cuda" or not HAS_TRITON or any(spec.window for spec in self._decoder.specs):
             return None
@@ -217,11 +220,11 @@ class TorchExecutor:
     def _read(
         self, flat: Flat, wanted: np.ndarray, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[PromptScores]]:
-        """Run a step with prompts in it: the logits of the `wanted` tokens of the flat batch, and the prompts' scores.
+        """Run a step with prompts; return the logits of the `wanted` tokens of the flat batch and the prompts' scores.
 
-        If all rows are greedy, also their tokens, written to these rows and positions.
+        If all rows are greedy and the step is captured, also their tokens, written to these rows and positions.
         """
-        self._rows.tell_changes()
+        self._rows.flush_changes()
         is_scored = self._scoring.reads_prompts(flat.rows)
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
         if self._mixed is not None and size is not None:
@@ -232,11 +235,11 @@ class TorchExecutor:
         hidden = self._decoder.forward(inputs, batch, self._cache, None if is_scored else batch.only(wanted))
         scores = self._score_prompts(flat, hidden) if is_scored else []
         if is_scored:
-            hidden = hidden[self._send(wanted)]
+            hidden = hidden[self._to_device(wanted)]
         return self._decoder.logits(hidden) if wanted.size else hidden, None, scores
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a pass and bring its tokens to the host."""
+        """Wait for a step and return its results."""
         assert ticket.masked is None, "samples of this step wait for their masks"
         if ticket.done is not None:
             try:
@@ -252,7 +255,7 @@ class TorchExecutor:
             for place, entry in zip(places, entries, strict=True):
                 logprobs[place] = entry
         prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
-        failed = [place for place, token in enumerate(tokens) if token == NOTHING] if NOTHING in tokens else []
+        failed = [place for place, token in enumerate(tokens) if token == NO_TOKEN] if NO_TOKEN in tokens else []
         return StepResult(tokens, logprobs, prompts or None, failed)
 
     def _score_prompts(self, flat: Flat, hidden: torch.Tensor) -> list[PromptScores]:
@@ -269,21 +272,21 @@ class TorchExecutor:
                 found.append(PromptScores(place, first + 1, scores))
         return found
 
-    def _send(self, indices: np.ndarray) -> torch.Tensor:
-        """Indices on the device; `torch.tensor` there would wait for all that it is doing."""
+    def _to_device(self, indices: np.ndarray) -> torch.Tensor:
+        """Copy indices to the device; `torch.tensor` would wait for its queued work."""
         return torch.from_numpy(indices).to(self._device, non_blocking=True)
 
-    def _bring(self, tokens: torch.Tensor) -> np.ndarray:
-        """Tokens on their way to main memory."""
+    def _to_host(self, tokens: torch.Tensor) -> np.ndarray:
+        """Start the copy of tokens to host memory; return the array that they are copied to."""
         place, array = next(self._arrivals)
         count = tokens.shape[0]
         (place if count == place.shape[0] else place[:count]).copy_(tokens, non_blocking=True)
         return array[:count]
 
     def _record(self) -> torch.Event | None:
-        """What is reached when all that was submitted so far is done."""
+        """Return an event that completes with all work submitted so far."""
         if not self._is_cuda:
             return None
         event = self._events.pop() if self._events else torch.Event(self._device)
-        event.record()  # where torch.cuda's own would first look for the stream, in Python
+        event.record()  # torch.cuda.Event would first look up the stream, in Python
         return event

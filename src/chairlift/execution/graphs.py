@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: what a step launches is recorded once for each batch size and replayed with one call.
+"""CUDA graphs of decode steps: a step's kernels are captured once per batch size and replayed with one call.
 
 A decode of a small model takes the GPU less time than the host needs to launch its two hundred kernels one by one. A
-recorded step reads a few numbers, which row each sequence has and which position it is at: the rest lies on the device
-already. A batch between two sizes is filled up with a scratch row, whose tokens and blocks belong to nobody.
+captured step reads a few numbers per sequence, its row and its position: all else is on the device already. A batch
+between two sizes is padded with a scratch row, which no sequence has.
 """
 
 from __future__ import annotations
@@ -17,47 +17,49 @@ import numpy as np
 import torch
 
 from chairlift.execution.rows import Rows
-from chairlift.execution.sharing import MOST_PARTS, HostShared
+from chairlift.execution.sharing import MOST_PARTS, HostSharedPrefixes
 from chairlift.models.decoder import Decoder
-from chairlift.ops.batch import HostBatch, Shared
+from chairlift.ops.batch import HostBatch, SharedPrefixes
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.sampling import likeliest
 
 LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_SHARED_ITEMS = 256  # that a recorded step has room for
-TURNS = 4  # transfers of one kind that may be under way: an engine never has more than two steps in flight
-_ALIGNED = 64  # numbers: kernels are compiled for addresses that are multiples of 16 bytes
+_SHARED_ITEMS = 256  # items of shared prefixes that a captured step has room for
+STAGING_BUFFERS = 4  # transfers of one kind that may be in flight: an engine has at most two steps in flight
+_ALIGNED = 64  # elements: kernels are compiled for addresses that are multiples of 16 bytes
 
 
-class Turn(NamedTuple):
-    """Memory of one transfer to the device."""
+class StagingBuffer(NamedTuple):
+    """Host memory of one transfer to the device."""
 
     numbers: torch.Tensor
-    flat: np.ndarray  # the same, as the host writes it
-    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # for so many numbers: where to, and these
+    flat: np.ndarray  # `numbers` as an array
+    cuts: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by length: target and source of the copy
 
 
 class Inputs:
-    """The numbers that a recorded step reads, under their names, side by side: one transfer brings them all."""
+    """The named inputs of a captured step, in one piece of memory, so that one transfer copies them all."""
 
     def __init__(self, device: torch.device, shapes: dict[str, tuple[int, ...]], blank: dict[str, int]) -> None:
-        self._places: dict[str, tuple[int, int, int]] = {}  # where each begins and ends, and what stands for nothing
+        self._places: dict[str, tuple[int, int, int]] = {}  # begin, end and padding value
         end = 0
         for name, shape in shapes.items():
             self._places[name] = end, end + prod(shape), blank.get(name, 0)
             end += -(-prod(shape) // _ALIGNED) * _ALIGNED
         self._sent = torch.zeros(end, dtype=torch.int32, device=device)
         self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
-        # What the device has not read yet must stay as it is: each transfer has its turn in memory of its own.
-        turns = [torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(TURNS)]
-        self._turns = cycle([Turn(numbers, numbers.numpy(), {}) for numbers in turns])
+        # A buffer must not change before the device has read it: transfers use several buffers in rotation.
+        buffers = [
+            torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(STAGING_BUFFERS)
+        ]
+        self._staging = cycle([StagingBuffer(numbers, numbers.numpy(), {}) for numbers in buffers])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
     def send(self, **arrays: np.ndarray) -> None:
-        """Bring the numbers to the device, those behind the last that is given not included."""
-        numbers, flat, cuts = next(self._turns)
+        """Copy inputs to the device, up to the last one given, each padded to its full size."""
+        numbers, flat, cuts = next(self._staging)
         count = 0
         for name, array in arrays.items():
             begin, end, blank = self._places[name]
@@ -72,129 +74,129 @@ class Inputs:
         target.copy_(source, non_blocking=True)
 
     def clear(self) -> None:
-        """Nothing is given."""
+        """Set all inputs to their padding values."""
         self.send(**dict.fromkeys(self._places, np.empty(0, np.int32)))
 
 
 def shared_shapes(decodes: int) -> dict[str, tuple[int, ...]]:
-    """The inputs that say who reads together; they are the last ones of a step."""
+    """Return the shapes of the inputs for shared prefixes, which are the last ones of a step."""
     return {"prefixes": (decodes,), "parts": (decodes,), "members": (decodes,), "items": (_SHARED_ITEMS, 5)}
 
 
-def fits(shared: HostShared | None) -> HostShared | None:
-    """What is shared, if a recorded step has room for it; else nobody reads together."""
+def fits(shared: HostSharedPrefixes | None) -> HostSharedPrefixes | None:
+    """Return the shared prefixes if a captured step has room for them, else None."""
     return shared if shared is not None and len(shared.items) <= _SHARED_ITEMS else None
 
 
-def shared_in(inputs: Inputs, decodes: int) -> Shared:
-    """Who reads together, for attention."""
+def shared_in(inputs: Inputs, decodes: int) -> SharedPrefixes:
+    """Return the shared prefixes, for attention, from a step's inputs."""
     members, prefixes, parts = (inputs[name][:decodes] for name in ("members", "prefixes", "parts"))
-    return Shared(inputs["items"], members, prefixes, parts, MOST_PARTS * decodes)
+    return SharedPrefixes(inputs["items"], members, prefixes, parts, MOST_PARTS * decodes)
 
 
-class Recorded(NamedTuple):
-    """One recorded step, and where it leaves its results."""
+class Captured(NamedTuple):
+    """One captured step and its outputs."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     tokens: torch.Tensor | None
 
 
-class Recorder:
-    """Records steps of one engine, all in one pool of memory."""
+class Capturer:
+    """Captures the steps of one engine, all in one memory pool."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, seats: int) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int) -> None:
         self.decoder, self.cache, self.rows = decoder, cache, rows
-        self.seats = seats
-        self.scratch = seats  # the row behind the last seat
+        self.max_sequences = max_sequences
+        self.scratch = max_sequences  # row of the padding
         config = decoder.config
-        self._logits = torch.empty(seats, config.vocab_size, dtype=config.dtype, device=decoder.device)
+        self._logits = torch.empty(max_sequences, config.vocab_size, dtype=config.dtype, device=decoder.device)
         self._pool: Any = None
 
-    def record(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Recorded:
-        """Record a step that gives logits, and tokens if it chooses them itself."""
-        step()  # compiles what must be, which cannot be recorded
+    def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Captured:
+        """Capture a step that returns logits, and tokens if it chooses them itself."""
+        step()  # compiles its kernels, which a capture cannot
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits, tokens = step()
         self._pool = self._pool or graph.pool()
-        return Recorded(graph, logits, tokens)
+        return Captured(graph, logits, tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head says of hidden states, in the one place that all recorded steps have for that."""
-        count = hidden.shape[0]  # a single row has a kernel of its own, twice as fast
+        """Return the logits of hidden states, in the one buffer of all captured steps."""
+        count = hidden.shape[0]  # a single row has its own kernel, twice as fast
         return self.decoder.logits(hidden, None if count == 1 else self._logits[:count])
 
 
 class DecodeGraphs:
-    """Recorded decode steps, the largest first so that all smaller ones fit in its memory.
+    """Captured decode steps, the largest first so that all smaller ones fit in its memory.
 
-    Some take the likeliest tokens themselves, others leave their logits to the sampler. Those in which sequences read
-    what they share together are others again, recorded when they are first needed.
+    Each size is captured twice: greedy, with the likeliest tokens, and with logits alone, for the sampler. Steps with
+    shared prefixes are captured separately, when they are first needed.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        seats = recorder.seats
-        self._recorder = recorder
-        self._sizes = [size for size in LADDER if size < seats] + [seats]
-        shapes = dict.fromkeys(("rows", "positions", "places", "blocks"), (seats,)) | shared_shapes(seats)
-        blank = {"rows": recorder.scratch, "places": recorder.rows.nowhere, "blocks": recorder.rows.scratch_block}
-        self._inputs = Inputs(recorder.decoder.device, shapes, blank)
-        self._recorded: dict[tuple[int, bool, bool], Recorded] = {}
+    def __init__(self, capturer: Capturer) -> None:
+        most = capturer.max_sequences
+        self._capturer = capturer
+        self._sizes = [size for size in LADDER if size < most] + [most]
+        shapes = dict.fromkeys(("rows", "positions", "places", "blocks"), (most,)) | shared_shapes(most)
+        blank = {"rows": capturer.scratch, "places": capturer.rows.scratch_entry, "blocks": capturer.rows.scratch_block}
+        self._inputs = Inputs(capturer.decoder.device, shapes, blank)
+        self._captured: dict[tuple[int, bool, bool], Captured] = {}
 
     @torch.inference_mode()
-    def record(self) -> None:
-        """Record every size, and one that shares: its kernels are then compiled."""
+    def capture(self) -> None:
+        """Capture every size, and one with shared prefixes, so that its kernels are compiled."""
         for size in reversed(self._sizes):
-            self._record(size, False, True)
-            self._record(size, False, False)
-        if self._recorder.rows.shares:
-            self._record(self._sizes[-1], True, True)
+            self._capture(size, False, True)
+            self._capture(size, False, False)
+        if self._capturer.rows.shares:
+            self._capture(self._sizes[-1], True, True)
 
     def run(
-        self, rows: np.ndarray, positions: np.ndarray, shared: HostShared | None, is_greedy: bool
+        self, rows: np.ndarray, positions: np.ndarray, shared: HostSharedPrefixes | None, is_greedy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of one decode step, and if it is greedy its tokens, put where the next step finds them.
+        """Run one decode step; return its logits and, if it is greedy, its tokens, which it appends to their rows.
 
-        Both are overwritten by the next.
+        Both are overwritten by the next step.
         """
         count = len(rows)
         size = self._sizes[bisect_left(self._sizes, count)]
         shared = fits(shared)
-        if (size, shared is not None, is_greedy) not in self._recorded:
-            self._record(size, shared is not None, is_greedy)
+        if (size, shared is not None, is_greedy) not in self._captured:
+            self._capture(size, shared is not None, is_greedy)
         together = {} if shared is None else shared._asdict()
-        changes = self._recorder.rows.take_changes(self._recorder.seats)
+        changes = self._capturer.rows.take_changes(self._capturer.max_sequences)
         self._inputs.send(rows=rows, positions=positions, **changes, **together)
-        graph, logits, tokens = self._recorded[size, shared is not None, is_greedy]
+        graph, logits, tokens = self._captured[size, shared is not None, is_greedy]
         graph.replay()
         if count == size:
             return logits, tokens
         return logits[:count], None if tokens is None else tokens[:count]
 
-    def _record(self, size: int, shares: bool, is_greedy: bool) -> None:
+    def _capture(self, size: int, shares: bool, is_greedy: bool) -> None:
         self._inputs.clear()
-        self._recorded[size, shares, is_greedy] = self._recorder.record(lambda: self._step(size, shares, is_greedy))
+        self._captured[size, shares, is_greedy] = self._capturer.capture(lambda: self._step(size, shares, is_greedy))
 
     def _step(self, size: int, shares: bool, is_greedy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        recorder = self._recorder
+        capturer = self._capturer
         rows, positions = self._inputs["rows"][:size], self._inputs["positions"][:size]
-        recorder.rows.change_tables(self._inputs["places"], self._inputs["blocks"])
+        capturer.rows.change_tables(self._inputs["places"], self._inputs["blocks"])
         shared = shared_in(self._inputs, size) if shares else None
-        tokens, batch = recorder.rows.gather_decodes(rows, positions, host_of(size, size), shared)
-        logits = recorder.logits(recorder.decoder.forward(tokens, batch, recorder.cache, None))
+        tokens, batch = capturer.rows.gather_decodes(rows, positions, host_of(size, size), shared)
+        logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, None))
         if not is_greedy:
             return logits, None
         chosen = likeliest(logits)
-        recorder.rows.put_at(rows, positions + 1, chosen)
+        capturer.rows.put_at(rows, positions + 1, chosen)
         return logits, chosen
 
 
 def host_of(decodes: int, tokens: int) -> HostBatch:
-    """A batch in main memory of which only the shape may be asked: a recorded step must not depend on the rest.
+    """Return a host batch with a valid shape and dummy contents: a captured step must not depend on its contents.
 
-    What is no decode is one slice behind them.
+    Tokens that are not decodes are one slice after them.
     """
     slices = decodes + (tokens > decodes)
     starts = np.append(np.arange(decodes + 1, dtype=np.int32), np.full(slices - decodes, tokens, np.int32))

@@ -1,8 +1,8 @@
-"""CUDA graphs of steps that read prompts beside decodes, whoever is in them.
+"""CUDA graphs of steps with prompts and decodes, in any mix.
 
-How many decode and how the prompts are cut differs from step to step, but not what is launched: attention's programs
-find in the step's inputs what is theirs, and those for whom nothing is left end at once. So a recorded step holds for
-any mix of up to its number of tokens, and the host's part of it is one transfer and one call.
+The number of decodes and the tiles of the prompts vary, but the launched kernels do not: attention's programs read
+their work from the step's inputs, and programs without work end at once. So a captured step runs any mix of up to its
+number of tokens, and the host's part of it is one transfer and one call.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from chairlift.execution.graphs import Inputs, Recorded, Recorder, fits, host_of, shared_in, shared_shapes
+from chairlift.execution.graphs import Captured, Capturer, Inputs, fits, host_of, shared_in, shared_shapes
 from chairlift.execution.rows import Flat
-from chairlift.execution.sharing import HostShared
-from chairlift.ops.batch import Batch, Wanted, cut_prompts
+from chairlift.execution.sharing import HostSharedPrefixes
+from chairlift.ops.batch import Batch, SampledTokens, cut_prompts
 from chairlift.ops.sampling import likeliest
 
 SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, *range(2048, 1 << 16, 512))
-_SOON = 512  # tokens: so small steps, and full ones, are recorded before anybody comes, others when they are needed
+_SOON = 512  # tokens: steps up to this size, and the full size, are captured at the start; others when first needed
 
 
 class MixedGraphs:
-    """Recorded steps of some sizes; a step runs as the next larger one.
+    """Captured steps of some sizes; a step is padded to the next larger one.
 
-    All take the likeliest tokens: where others are wanted they are put in their place.
+    All choose the likeliest tokens; the sampler overwrites them unless all rows are greedy.
     """
 
-    def __init__(self, recorder: Recorder, step_tokens: int) -> None:
+    def __init__(self, capturer: Capturer, step_tokens: int) -> None:
         from chairlift.ops.attention_cuda import LONG, tokens_of_tile
 
-        config = recorder.decoder.config
-        self._recorder = recorder
+        config = capturer.decoder.config
+        self._capturer = capturer
         self._sizes = list(dict.fromkeys(size for size in (*SIZES, step_tokens) if 4 <= size <= step_tokens))
         self._tile = tokens_of_tile(config.heads // config.kv_heads, config.dtype == torch.float32)
-        self._long = LONG  # tokens: a larger step of longer contexts is left to kernels that are chosen by their length
+        self._long = LONG  # tokens: larger steps with longer contexts use kernels chosen by length, uncaptured
         self._inputs: dict[int, Inputs] = {}
-        self._recorded: dict[tuple[int, bool], Recorded] = {}
+        self._captured: dict[tuple[int, bool], Captured] = {}
 
     @torch.inference_mode()
-    def record(self) -> None:
-        """Record the full size, in whose memory all others fit, and the small ones."""
+    def capture(self) -> None:
+        """Capture the full size first, so that all others fit in its memory, and the small sizes."""
         for size in reversed(self._sizes):
             if size <= _SOON or size == self._sizes[-1]:
-                self._record(size, False)
+                self._capture(size, False)
 
     def size_for(self, flat: Flat, samples: int) -> int | None:
-        """The size that a step of such slices runs as, if any."""
+        """Return the captured size that a step runs as; None if it is not captured."""
         tokens = max(flat.positions.size, samples)
         for size in self._sizes:
             if tokens <= size and flat.decodes <= self._decodes(size):
@@ -57,18 +57,18 @@ class MixedGraphs:
         self,
         size: int,
         flat: Flat,
-        shared: HostShared | None,
+        shared: HostSharedPrefixes | None,
         wanted: np.ndarray,
         rows: np.ndarray,
         positions: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of the `wanted` tokens, and the likeliest tokens, put at these rows and positions.
+        """Run a step; return the logits of the `wanted` tokens and the likeliest tokens, written to rows and positions.
 
         Both are overwritten by the next step.
         """
         shared = fits(shared)
-        if (size, shared is not None) not in self._recorded:
-            self._record(size, shared is not None)
+        if (size, shared is not None) not in self._captured:
+            self._capture(size, shared is not None)
         together = {} if shared is None else shared._asdict()
         self._inputs[size].send(
             rows=flat.rows[flat.owner],
@@ -82,31 +82,31 @@ class MixedGraphs:
             tiles=cut_prompts(flat.starts, flat.contexts, self._tile)[0],
             **together,
         )
-        graph, logits, tokens = self._recorded[size, shared is not None]
+        graph, logits, tokens = self._captured[size, shared is not None]
         assert tokens is not None
         graph.replay()
         return logits[: wanted.size], tokens[: wanted.size]
 
     def _decodes(self, size: int) -> int:
-        return min(self._recorder.seats, size - 2)  # somebody else reads two tokens or more
+        return min(self._capturer.max_sequences, size - 2)  # the prompt has at least two tokens
 
-    def _record(self, size: int, shares: bool) -> None:
+    def _capture(self, size: int, shares: bool) -> None:
         if size not in self._inputs:
-            recorder, slices = self._recorder, min(self._recorder.seats, size)
+            capturer, slices = self._capturer, min(self._capturer.max_sequences, size)
             shapes: dict[str, tuple[int, ...]] = {"rows": (size,), "positions": (size,)}
             shapes |= dict.fromkeys(("slices", "contexts", "wanted", "wanted_contexts"), (slices,))
             shapes |= dict.fromkeys(("sampled_rows", "sampled_positions"), (slices,))
             shapes |= {"tiles": (size // self._tile + slices, 4)} | shared_shapes(self._decodes(size))
-            blank = dict.fromkeys(("rows", "slices", "sampled_rows"), recorder.scratch)
-            blank["sampled_positions"] = 1  # not where nobody's tokens are read
-            self._inputs[size] = Inputs(recorder.decoder.device, shapes, blank)
+            blank = dict.fromkeys(("rows", "slices", "sampled_rows"), capturer.scratch)
+            blank["sampled_positions"] = 1  # padding reads position 0 of the scratch row
+            self._inputs[size] = Inputs(capturer.decoder.device, shapes, blank)
         self._inputs[size].clear()
-        self._recorded[size, shares] = self._recorder.record(lambda: self._step(size, shares))
+        self._captured[size, shares] = self._capturer.capture(lambda: self._step(size, shares))
 
     def _step(self, size: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        recorder, inputs, decodes = self._recorder, self._inputs[size], self._decodes(size)
-        rows, tables = inputs["rows"], recorder.rows.device_tables
-        tokens, slots = recorder.rows.tokens_and_slots(rows, inputs["positions"])
+        capturer, inputs, decodes = self._capturer, self._inputs[size], self._decodes(size)
+        rows, tables = inputs["rows"], capturer.rows.device_tables
+        tokens, slots = capturer.rows.tokens_and_slots(rows, inputs["positions"])
         batch = Batch(
             inputs["positions"],
             slots,
@@ -124,8 +124,8 @@ class MixedGraphs:
             tables[rows[wanted].long()],
             host_of(count, count),
         )
-        asked = Wanted(np.zeros(count, np.int64), wanted, alone)
-        logits = recorder.logits(recorder.decoder.forward(tokens, batch, recorder.cache, asked))
+        asked = SampledTokens(np.zeros(count, np.int64), wanted, alone)
+        logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, asked))
         chosen = likeliest(logits)
-        recorder.rows.put_at(inputs["sampled_rows"], inputs["sampled_positions"], chosen)
+        capturer.rows.put_at(inputs["sampled_rows"], inputs["sampled_positions"], chosen)
         return logits, chosen

@@ -1,7 +1,7 @@
 """Recorded steps: every call of an executor in a file, to be replayed without the scheduler.
 
-The file is JSON lines. The first names the model and the settings; each other line is one call in the order in which
-the engine made them: a step that was launched, the masks of its constrained samples, or the tokens that it gave.
+The file is JSON lines. The first names the model and the settings; each other line is one call, in the engine's order:
+a step that was launched, the masks of its constrained samples, or the tokens that it returned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = "chairlift steps 1"
 
 
 class RecordingExecutor:
-    """Runs steps on another executor, and writes each call to a file."""
+    """Runs steps on another executor and writes each call to a file."""
 
     def __init__(self, executor: Executor, file: TextIO, model: str, settings: dict[str, Any]) -> None:
         self._executor = executor
@@ -55,10 +55,10 @@ class Replay:
 
     seconds: float = 0.0
     steps: int = 0
-    slice_tokens: int = 0  # tokens computed, of prompts and answers
+    slice_tokens: int = 0  # tokens computed, prompts included
     tokens: int = 0  # tokens sampled
-    equal_tokens: int = 0  # of these, as recorded
-    first_difference: int | None = None  # the number of the first step with another token
+    equal_tokens: int = 0  # sampled tokens that equal the recorded ones
+    first_difference: int | None = None  # number of the first step with a different token
     step_seconds: list[float] = field(default_factory=list)
 
 
@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def replay(path: Path, executor: Executor, advance: Callable[[int], None] = lambda _bytes: None) -> Replay:
-    """Make the recorded calls on an executor, and compare the tokens."""
+    """Make the recorded calls on an executor and compare the tokens."""
     found = Replay()
     in_flight: deque[Any] = deque()
     begun = last = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Rules: token ids that requests shift, allow or ban, applied to a step's logits in a few operations for all rows.
+"""Rules: token ids that requests bias, allow or ban, applied to a step's logits in a few operations for all rows.
 
-What can be prepared is prepared once for each request, whose answers share it, and once for each set of rows: while
-the same rows decode, a step makes no array and loops over no row's ids.
+Rules are prepared once per request, for all of its answers, and once per set of rows: while the same rows decode, a
+step allocates no array and loops over no row's ids.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from chairlift.core.step import Newcomer, Processor, Sampling
-from chairlift.ops.batch import send
+from chairlift.ops.batch import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Words:
-    """A request's bad words of one length: how each begins, and the tokens that would complete them."""
+    """A request's bad words of one length: their first tokens, and the token that completes each."""
 
     begun: torch.Tensor  # [words, length - 1]
     last: np.ndarray
@@ -27,10 +27,10 @@ class Words:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRules:
-    """What one request shifts, allows or bans."""
+    """The token ids that one request biases, allows or bans."""
 
     bias: tuple[np.ndarray, np.ndarray] | None
-    forbidden: torch.Tensor | None  # [vocabulary] whether a token is not among those allowed
+    forbidden: torch.Tensor | None  # [vocabulary] True for tokens outside allowed_token_ids
     stop_ids: np.ndarray
     min_length: int  # until a sequence is this long, its stop tokens are banned
     bad_words: tuple[Words, ...]
@@ -47,8 +47,8 @@ class Prepared:
     forbidden: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     banned: torch.Tensor | None = None
-    # Of the rows with bad words: which they are, how far back the longest word looks, for each request which of these
-    # rows are its own and its words, and where the last token of every word of every row has its logit.
+    # Bad words: the rows that have some, the most tokens before a word's last one, each request's range of these rows
+    # with its words, and the places of the last tokens of all words of all rows.
     worded: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     reach: int = 0
     words: list[tuple[slice, tuple[Words, ...]]] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Prepared:
 
 
 class Rules:
-    """Keeps the rules of every row that has some."""
+    """The rules of every row that has some."""
 
     def __init__(self, tokens: torch.Tensor, vocabulary: int) -> None:
-        self._tokens = tokens  # [rows, length] everything each row holds
+        self._tokens = tokens  # [rows, length] prompt and output of each row
         self._vocabulary = vocabulary
         self._device = tokens.device
         self._of_row: dict[int, RequestRules] = {}
-        self._last: tuple[Sampling | None, RequestRules | None] = None, None  # siblings are placed one after the other
+        self._last: tuple[Sampling | None, RequestRules | None] = None, None  # a request's rows are placed together
         self._prepared = Prepared((b"", b""))
 
     def place(self, newcomer: Newcomer) -> None:
@@ -83,7 +83,7 @@ class Rules:
         return bool(self._of_row) and not self._of_row.keys().isdisjoint(rows.tolist())
 
     def apply_(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Change the logits [rows, vocabulary], contiguous, of the tokens that will stand at these positions."""
+        """Apply the rules to contiguous logits [rows, vocabulary] of the tokens at these positions."""
         ruled = [(at, rules) for at, row in enumerate(rows.tolist()) if (rules := self._of_row.get(row)) is not None]
         must_go_on = np.array([positions[at] < rules.min_length for at, rules in ruled])
         key = rows.tobytes(), must_go_on.tobytes()
@@ -91,7 +91,7 @@ class Rules:
             self._prepared = self._prepare(key, ruled, must_go_on)
         prepared, flat = self._prepared, logits.view(-1)
         for at, rules in prepared.processed:
-            # Read from the device, which waits for the steps in flight: their tokens may not have come back yet.
+            # Read from the device, which waits for the steps in flight: the host may not have their tokens yet.
             output = self._tokens[int(rows[at]), len(rules.prompt) : int(positions[at])].tolist()
             for process in rules.processors:
                 logits[at].copy_(process(rules.prompt, output, logits[at]))
@@ -107,9 +107,9 @@ class Rules:
     def _ban_words(
         self, flat: torch.Tensor, prepared: Prepared, completing: torch.Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> None:
-        """Ban the last token of each bad word whose other tokens are the row's last ones."""
+        """Ban the last token of each bad word if the row ends with the word's other tokens."""
         reach, worded = prepared.reach, prepared.worded
-        row, position = (each.long() for each in send(self._device, rows[worded], positions[worded]))
+        row, position = (each.long() for each in to_device(self._device, rows[worded], positions[worded]))
         places = position[:, None] + torch.arange(-reach, 0, device=self._device)
         seen = self._tokens[row[:, None], places.clamp(min=0)].masked_fill(places < 0, -1)
         matches = []
@@ -117,7 +117,7 @@ class Rules:
             for words in lengths:
                 before = seen[own, None, reach - words.begun.shape[1] :]
                 matches.append((before == words.begun).all(-1).flatten())
-        # The lower of what the logit is and -inf or inf: words may have their last token in common.
+        # The minimum of the logit and -inf or inf: several words may have the same last token.
         limit = torch.where(torch.cat(matches), -torch.inf, torch.inf).to(flat.dtype)
         flat.scatter_reduce_(0, completing, limit, "amin")
 
@@ -140,7 +140,7 @@ class Rules:
     def _prepare_words(self, found: Prepared, ruled: list[tuple[int, RequestRules]]) -> None:
         if not ruled:
             return
-        ruled = sorted(ruled, key=lambda pair: id(pair[1]))  # a request's rows side by side
+        ruled = sorted(ruled, key=lambda pair: id(pair[1]))  # groups the rows by request
         found.worded = np.array([at for at, _ in ruled])
         found.reach = max(words.begun.shape[1] for _, rules in ruled for words in rules.bad_words)
         places, first = [], 0
@@ -176,19 +176,19 @@ class Rules:
         )
 
     def _read_words(self, words: Sequence[tuple[int, ...]]) -> tuple[Words, ...]:
-        """Bad words by length; a word that is longer than any sequence never matches."""
+        """Return bad words grouped by length, without words longer than any sequence."""
         fitting = sorted((word for word in words if len(word) <= self._tokens.shape[1]), key=len)
         found = []
         for _, group in groupby(fitting, key=len):
             ids = np.array(list(group), np.int32)
-            found.append(Words(send(self._device, np.ascontiguousarray(ids[:, :-1]))[0], ids[:, -1]))
+            found.append(Words(to_device(self._device, np.ascontiguousarray(ids[:, :-1]))[0], ids[:, -1]))
         return tuple(found)
 
     def _places(self, parts: Iterable[np.ndarray]) -> torch.Tensor:
-        return send(self._device, np.concatenate(list(parts)))[0].long()
+        return to_device(self._device, np.concatenate(list(parts)))[0].long()
 
     def _floats(self, values: np.ndarray) -> torch.Tensor:
-        return send(self._device, values.view(np.int32))[0].view(torch.float32)
+        return to_device(self._device, values.view(np.int32))[0].view(torch.float32)
 
 
 def _ids(ids: Iterable[int]) -> np.ndarray:

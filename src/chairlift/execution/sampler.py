@@ -1,4 +1,4 @@
-"""The sampler: each row's own parameters, applied to the step's logits on the device."""
+"""The sampler: applies each row's sampling parameters to the step's logits, on the device."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from chairlift.ops import sampling
 from chairlift.ops.filters import Filters
 
 _WIDE = (1 << 64) - 1
-# Values beyond these make no difference that could be seen. Within them, a logit of any model stays finite in single
-# precision: penalized by a factor and divided by the lowest temperature, it is some 1e29 at most.
+# Larger values have no visible effect. Within these, any model's logits stay finite in single precision: penalized by
+# a factor and divided by the lowest temperature, a logit is some 1e29 at most.
 _FACTOR = 1e20
 _HOTTEST = 1e30
-_MOST = 1 << 30  # tokens that top_k may keep: more than any vocabulary has, and a 32-bit number
+_MOST = 1 << 30  # largest top_k: above any vocabulary size, and a 32-bit number
 
 
 class Sampler:
-    """Keeps each row's parameters in arrays, so that a step reads them all at once."""
+    """Each row's parameters, in arrays, so that a step reads them all at once."""
 
-    def __init__(self, seats: int, tokens: torch.Tensor, vocabulary: int) -> None:
-        self._tokens = tokens  # [seats, length] everything each row holds, owned by Rows
+    def __init__(self, rows: int, tokens: torch.Tensor, vocabulary: int) -> None:
+        self._tokens = tokens  # [rows, length] prompt and output of each row, owned by Rows
         self._device = tokens.device
-        self._temperature = np.zeros(seats, np.float32)
-        self._top_k = np.zeros(seats, np.int64)
-        self._top_p = np.ones(seats, np.float32)
-        self._min_p = np.zeros(seats, np.float32)
-        self._penalties = np.zeros((3, seats), np.float32)
-        self._has_penalties = np.zeros(seats, bool)
-        self._prompt_length = np.zeros(seats, np.int64)
-        self._seed = np.zeros(seats, np.uint64)
+        self._temperature = np.zeros(rows, np.float32)
+        self._top_k = np.zeros(rows, np.int64)
+        self._top_p = np.ones(rows, np.float32)
+        self._min_p = np.zeros(rows, np.float32)
+        self._penalties = np.zeros((3, rows), np.float32)
+        self._has_penalties = np.zeros(rows, bool)
+        self._prompt_length = np.zeros(rows, np.int64)
+        self._seed = np.zeros(rows, np.uint64)
         self._rules = Rules(tokens, vocabulary)
 
     def place(self, newcomer: Newcomer) -> None:
-        """Write a newcomer's parameters to its row."""
+        """Write a new sequence's parameters to its row."""
         row, sampling = newcomer.row, newcomer.sampling
         params = sampling.params
         is_random = not (params.is_greedy or params.use_beam_search)
@@ -47,18 +47,18 @@ class Sampler:
         self._penalties[:, row] = repetition, params.presence_penalty, params.frequency_penalty
         self._has_penalties[row] = params.has_penalties
         self._prompt_length[row] = sampling.prompt_length
-        # Siblings differ by their index alone.
+        # Sequences of one request differ by their index alone.
         self._seed[row] = _mix(sampling.seed + newcomer.index * 0xD1B54A32D192ED03)
         self._rules.place(newcomer)
 
     def is_greedy(self, rows: np.ndarray) -> bool:
-        """Whether all that these rows want is the likeliest token."""
+        """Whether all of these rows choose the likeliest token, without penalties or rules."""
         return not (self._rules.have_any(rows) or self._has_penalties[rows].any() or self._temperature[rows].any())
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """One token for each row of logits, which may be changed; it will stand at `positions`.
+        """Return one token for each row of logits, which may be changed; `positions` are the tokens' positions.
 
-        Where a row's rules, or its logits, leave none, it is sampling.NOTHING.
+        It is sampling.NO_TOKEN where a row's rules or logits leave no token to choose.
         """
         is_ruled = self._rules.have_any(rows)
         penalized = np.flatnonzero(self._has_penalties[rows])
@@ -74,20 +74,20 @@ class Sampler:
         if random.size == rows.size or sampling.is_fused(logits):
             return self._draw(logits, rows, positions)
         tokens = sampling.likeliest(logits)
-        index = self._send(random)
+        index = self._to_device(random)
         tokens[index] = self._draw(logits[index], rows[random], positions[random])
         return tokens
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         shares = np.stack([self._temperature[rows], self._top_p[rows], self._min_p[rows]])
         top_k = self._top_k[rows]
-        temperature, top_p, min_p = self._send(shares)
+        temperature, top_p, min_p = self._to_device(shares)
         is_filtered = (top_k > 0).any() or (shares[1] < 1).any() or (shares[2] > 0).any()
-        filters = Filters(self._send(top_k), top_p, min_p) if is_filtered else None
-        return sampling.draw(logits, temperature, self._send(self._keys(rows, positions)), filters)
+        filters = Filters(self._to_device(top_k), top_p, min_p) if is_filtered else None
+        return sampling.draw(logits, temperature, self._to_device(self._keys(rows, positions)), filters)
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Two 32-bit keys from (seed, position): all the randomness there is."""
+        """Return two 32-bit keys from (seed, position), the only source of randomness."""
         with np.errstate(over="ignore"):
             mixed = _mix_array(self._seed[rows] + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         return np.stack([mixed >> np.uint64(32), mixed & np.uint64(0xFFFFFFFF)], axis=1).astype(np.int64)
@@ -95,24 +95,24 @@ class Sampler:
     def _apply_penalties(self, logits: torch.Tensor, which: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
         sampling.penalize_(
             logits,
-            self._send(which),
-            self._tokens[self._send(rows), : int(lengths.max())],
-            self._send(self._prompt_length[rows]),
-            self._send(lengths),
-            *(self._send(values) for values in self._penalties[:, rows]),
+            self._to_device(which),
+            self._tokens[self._to_device(rows), : int(lengths.max())],
+            self._to_device(self._prompt_length[rows]),
+            self._to_device(lengths),
+            *(self._to_device(values) for values in self._penalties[:, rows]),
         )
 
-    def _send(self, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
 def _mix(seed: int) -> int:
-    """Spread a seed over 64 bits, so that neighbouring seeds have nothing in common."""
+    """Hash a seed to 64 bits, so that neighbouring seeds are uncorrelated."""
     return int(_mix_array(np.array([seed & _WIDE], np.uint64))[0])
 
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = np.multiply(x ^ (x >> np.uint64(shift)), np.uint64(factor))  # modulo 2**64, as arrays do
+        x = np.multiply(x ^ (x >> np.uint64(shift)), np.uint64(factor))  # modulo 2**64
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed

@@ -1,4 +1,4 @@
-"""Which decodes of a step begin with the same blocks, so that attention may read these once for all of them."""
+"""Groups of decodes that begin with the same blocks, so that attention reads these blocks once per group."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-_LEAST_TOKENS = 256  # that a group has in common
+_LEAST_TOKENS = 256  # of a group's shared prefix
 _LEAST_MEMBERS = 4
-_WORTH = 0.2  # of all that is read: a smaller saving is not worth another kernel in each layer
-_PROGRAMS = 528  # that the shared reads are cut into, about
-_ALIGNED = 64  # tokens that a program takes at a time
-MOST_PARTS = 16  # that one group's prefix is cut into
+_WORTH = 0.2  # share of all reads: a smaller saving is not worth another kernel in each layer
+_PROGRAMS = 528  # approximate number of programs for the shared reads
+_ALIGNED = 64  # tokens per iteration of a program
+MOST_PARTS = 16  # of one group's prefix
 
 
-class HostShared(NamedTuple):
-    """What ops.batch.Shared holds, in main memory."""
+class HostSharedPrefixes(NamedTuple):
+    """The arrays of ops.batch.SharedPrefixes, in host memory."""
 
     items: np.ndarray
     members: np.ndarray
@@ -26,20 +26,20 @@ class HostShared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How decodes are grouped by what they begin with."""
+    """Groups decodes by their common prefix of blocks."""
 
     block_size: int
     kv_heads: int
-    members_of_item: int  # how many sequences' queries attention takes at a time
+    members_of_item: int  # sequences whose queries one item of attention covers
 
-    def find(self, tables: np.ndarray, contexts: np.ndarray) -> HostShared | None:
-        """Group decodes by their tables [decodes, blocks]; None where that saves too little.
+    def find(self, tables: np.ndarray, contexts: np.ndarray) -> HostSharedPrefixes | None:
+        """Group decodes by their tables [decodes, blocks]; None if that saves too little.
 
-        A block that two tables hold at the same place is the same in all that stands before it: those that have one in
-        common there have a prefix in common. Everyone keeps at least one token to read by itself.
+        Tables with the same block at the same place have the same blocks before it, so one place is enough to find
+        common prefixes. Each decode keeps at least one token outside the prefix.
         """
         place = _LEAST_TOKENS // self.block_size - 1
-        whole = (contexts - 1) // self.block_size  # blocks that may be read together
+        whole = (contexts - 1) // self.block_size  # blocks that may be shared
         able = np.flatnonzero(whole > place)
         if able.size < _LEAST_MEMBERS:
             return None
@@ -53,8 +53,8 @@ class Grouping:
             return None
         return self._cut(groups, prefixes)
 
-    def _cut(self, groups: list[np.ndarray], prefixes: np.ndarray) -> HostShared:
-        """Cut what groups share into items of about the same size."""
+    def _cut(self, groups: list[np.ndarray], prefixes: np.ndarray) -> HostSharedPrefixes:
+        """Cut the shared prefixes into items of about the same size."""
         most = self.members_of_item
         reads = sum(int(prefixes[group[0]]) * -(-len(group) // most) for group in groups)
         usual = -(-reads * self.kv_heads // _PROGRAMS)
@@ -70,10 +70,10 @@ class Grouping:
                 count = min(most, len(group) - first)
                 items += ((begun + first, count, low, min(low + size, prefix), i) for i, low in enumerate(lows))
             begun += len(group)
-        return HostShared(np.array(items, np.int32), np.concatenate(groups).astype(np.int32), prefixes, parts)
+        return HostSharedPrefixes(np.array(items, np.int32), np.concatenate(groups).astype(np.int32), prefixes, parts)
 
 
 def _common(tables: np.ndarray) -> int:
-    """How many columns from the left are the same in all rows."""
+    """Return the number of leading columns that are equal in all rows."""
     same = (tables == tables[0]).all(0)
     return same.size if same.all() else int(same.argmin())

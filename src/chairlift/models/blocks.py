@@ -9,7 +9,7 @@ import torch
 
 from chairlift.models.rope import RopeConfig
 from chairlift.ops.attention import paged_attention
-from chairlift.ops.batch import Batch, Wanted
+from chairlift.ops.batch import Batch, SampledTokens
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
@@ -73,7 +73,7 @@ class Block:
     attention: Attention
     mlp: GatedMlp
 
-    def __call__(self, x: Any, layer: int, batch: Batch, cache: KvCache, wanted: Wanted | None) -> Any:
+    def __call__(self, x: Any, layer: int, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> Any:
         """Return the residual after the layer, of all tokens or of the `wanted` ones alone."""
         qkv = self.attention.store(x, layer, batch, cache)
         if wanted is not None:  # the other tokens only have to store their keys and values

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from chairlift.models.blocks import Block, CacheSpec
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
-from chairlift.ops.batch import Batch, Wanted
+from chairlift.ops.batch import Batch, SampledTokens
 from chairlift.ops.kv_cache import KvCache, bytes_per_token
 from chairlift.ops.linear import Linear
 
@@ -88,7 +88,7 @@ class Decoder:
         assert len(shapes) == 1, "layers with keys and values of different shapes would need several caches"
         return len(self.blocks), *shapes.pop()
 
-    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: Wanted | None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> torch.Tensor:
         """Return the last hidden states [tokens, hidden] of a flat batch, or of the `wanted` tokens alone."""
         embedded = F.embedding(tokens, self.embedding)
         if self._scale is not None:

@@ -1,4 +1,4 @@
-"""The model in your own process: `LLM`, `AsyncEngine`, batch files, and a checkpoint's tokenizer and sampling defaults.
+"""The engine in the caller's process: `LLM`, `AsyncEngine`, batch files, and a model's tokenizer and sampling defaults.
 
-Nothing here knows of HTTP. The server imports `vocabulary` and `defaults` from here and nothing else.
+No module here uses HTTP. The server imports only `vocabulary` and `defaults` from here.
 """

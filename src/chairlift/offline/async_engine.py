@@ -1,4 +1,4 @@
-"""AsyncEngine: the engine on a thread of its own, for asyncio programs: submit, stream, abort."""
+"""AsyncEngine: the engine on its own thread, for asyncio programs: submit, stream, abort."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from chairlift.offline.prompts import Prompt
 from chairlift.offline.requests import RequestBuilder
 from chairlift.offline.stream import Stream
 
-_INLINE = 2000  # characters that take a millisecond or two to tokenize: longer prompts are read in another thread
+_INLINE = 2000  # characters, tokenized in a millisecond or two: longer prompts are tokenized in another thread
 
 
 class AsyncEngine:
-    """A model and the engine that runs it on a thread of its own, for programs with one event loop.
+    """A model and its engine, which runs on its own thread, for programs with one event loop.
 
-    At most `window` requests (default: four full batches) are under way; `submit` waits while there are as many. The
-    constructor loads the model, which takes seconds: call it before the event loop starts, or in a thread.
+    At most `window` requests (default: four full batches) are live; `submit` waits for one to end before it adds
+    another. The constructor loads the model, which takes seconds: call it before the event loop starts, or in a thread.
 
     >>> async def main() -> int:
     ...     async with AsyncEngine("stories15m", load_format="dummy", max_length=256, progress=False) as engine:
@@ -40,15 +40,15 @@ class AsyncEngine:
         self.settings = Settings.of(**settings)
         self.model = model
         built = build(model, self.settings, progress=progress)
-        self.engine = built.engine  # its own thread steps it: read it only while no request is under way
+        self.engine = built.engine  # stepped by its own thread: read it only while no request is live
         self.config = built.config
         self.capacity = built.capacity
         self._limits = built.limits
         self._builder = RequestBuilder(model, built, self.settings)
         self.tokenizer = self._builder.tokenizer
         self._window = window or 4 * built.limits.max_sequences
-        self._streams: dict[str, Stream] = {}  # under way; the event loop alone changes it
-        self._waiting: list[asyncio.Future[None]] = []  # calls of `submit` that wait for room
+        self._streams: dict[str, Stream] = {}  # of live requests; changed by the event loop alone
+        self._waiting: list[asyncio.Future[None]] = []  # of calls of `submit` that wait for a request to end
         self._is_closed = False
         self._thread = EngineThread(built.engine, self.tokenizer, self._wake)
         self._thread.start()
@@ -65,8 +65,8 @@ class AsyncEngine:
     ) -> Stream:
         """Submit a prompt (text or token ids) and return the stream of its answers; a bad request is a RequestError.
 
-        With `best_of` above n the n likeliest answers come at the end, each as one chunk. `tenant`, `priority` (higher
-        goes first) and `salt` (only requests with the same one share prefixes) are read by the scheduler.
+        With `best_of` above n the stream yields the n likeliest answers at the end, each as one chunk. The scheduler
+        reads `tenant`, `priority` (higher is admitted first) and `salt` (requests share prefixes only within a salt).
         """
         check_params(params)
         params = params or self._builder.default_params()
@@ -96,7 +96,7 @@ class AsyncEngine:
         self._is_closed = True
         self._thread.close()
         await asyncio.to_thread(self._thread.join)
-        self._let_in()
+        self._release_waiting()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -107,7 +107,7 @@ class AsyncEngine:
         await self.close()
 
     async def _wait_for_room(self) -> None:
-        """Return when one more request may be under way."""
+        """Return when fewer than `window` requests are live."""
         while True:
             if (fault := self._thread.fault) is not None:
                 raise fault
@@ -125,15 +125,15 @@ class AsyncEngine:
             await room
 
     def _wake(self, changed: list[Change]) -> None:
-        """Wake the readers of these streams; called in the event loop, once for all streams of a step."""
+        """Wake the readers of these streams; called in the event loop, once per step for all its streams."""
         for stream, has_ended, error in changed:
             stream._wake(has_ended, error)
             if has_ended:
                 self._streams.pop(stream.id, None)
         if len(self._streams) < self._window:
-            self._let_in()
+            self._release_waiting()
 
-    def _let_in(self) -> None:
+    def _release_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for room in waiting:
             if not room.done():

@@ -1,8 +1,8 @@
-"""A file of requests to a file of answers, in OpenAI's batch format: one continuous batch, safe to interrupt.
+"""Batch jobs: a file of requests to a file of answers, in OpenAI's batch format; safe to interrupt.
 
-Each answer is appended when its request ends, in whatever order they do. A job that runs again answers the requests
-that have no answer yet: those that were not reached, and those that failed. Whatever is wrong with a line is an error
-in its own answer, and no other line's.
+Each answer is appended when its request ends, in any order. A job that runs again answers the requests without an
+answer: those not reached before, and those that failed. An invalid line is an error in its own answer and affects no
+other line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class BadLineError(ChairliftError):
-    """A line of the input that is no request."""
+    """An input line that is not a request."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -39,12 +39,12 @@ class BadLineError(ChairliftError):
 
 
 class WrongModelError(RequestError):
-    """A request for another model than the one that is loaded."""
+    """A request for a model that is not loaded."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One line of the input on its way: a completion may bring several prompts, which are requests of their own."""
+    """One input line in progress: a completion may have several prompts, each a separate request."""
 
     line: int
     custom_id: str
@@ -63,9 +63,9 @@ def run_batch(
     *,
     served_model_name: str | None = None,
 ) -> Tally:
-    """Answer every line of `source` that has no answer in `target` yet.
+    """Answer every line of `source` without an answer in `target`.
 
-    A line may name the model as `served_model_name` or, without one, by any of its own names.
+    A line may name the model by `served_model_name` or, if that is None, by any of the model's own names.
     """
     check_files(source, target)
     names = names_of(llm.model) if served_model_name is None else frozenset({served_model_name})
@@ -74,7 +74,7 @@ def run_batch(
             output.remove_failures(_custom_ids(source))
         for (job, place), outcome in llm.iterate(_requests(llm, lines, output, names)):
             if job.is_written:
-                continue  # another prompt of its line has failed
+                continue  # another prompt of the line has failed
             if isinstance(outcome, RequestError):
                 output.refuse(job.line, job.custom_id, str(outcome))
             elif error := next((answer.error for answer in outcome.outputs if answer.error), None):
@@ -89,7 +89,7 @@ def run_batch(
 
 
 def check_files(source: Path, target: Path) -> None:
-    """Raise an error for files that cannot be a job's input and output, before a model is loaded for them."""
+    """Raise an error for files that cannot be a job's input and output, before a model is loaded."""
     check_output(target)
     if not source.is_file():
         raise ChairliftError(f"{source} is no regular file, and a job reads its input more than once: name a file")
@@ -98,13 +98,13 @@ def check_files(source: Path, target: Path) -> None:
 
 
 def count_lines(source: Path) -> int:
-    """How many requests a file holds."""
+    """Return the number of requests in a file."""
     with source.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
 
 
 def _custom_ids(source: Path) -> set[str]:
-    """The ids of all lines that have one, also of those that are no request otherwise."""
+    """Return the custom_ids of all lines that have one, those of invalid lines included."""
     found = set()
     with source.open("rb") as lines:
         for line in lines:
@@ -120,7 +120,7 @@ def _custom_ids(source: Path) -> set[str]:
 def _requests(
     llm: LLM, lines: BinaryIO, output: BatchOutput, names: Set[str]
 ) -> Iterator[tuple[tuple[Job, int], Prompt, SamplingParams]]:
-    """The requests that are still to be answered; a line that is none is written off at once."""
+    """Yield the requests without an answer; write an error for an invalid line at once."""
     seen: set[str | None] = {None}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -149,7 +149,7 @@ def _requests(
         except RequestError as error:
             output.refuse(number, custom_id, str(error))
             continue
-        except Exception as error:  # of ours or of a library: one line must not end a job and every run after it
+        except Exception as error:  # ours or a library's: one line must not end a job and every later run of it
             output.fail(number, custom_id, f"the line cannot be read: {type(error).__name__}: {one_line(error)}")
             continue
         for place, prompt in enumerate(job.prompts):
@@ -157,7 +157,7 @@ def _requests(
 
 
 def read_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """The custom_id, url and body of a batch line.
+    """Return the custom_id, url and body of a batch line.
 
     >>> read_line(b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}')
     ('a', '/v1/completions', {'prompt': 'Hi'})
@@ -181,7 +181,7 @@ def read_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
 
 
 def check_model(asked: object, names: Set[str]) -> None:
-    """Refuse a request for another model; one that names none, or "", means the one that is loaded, as on a server."""
+    """Raise RequestError for another model; a missing or empty name means the loaded model, as on a server."""
     if asked is not None and not isinstance(asked, str):
         raise RequestError(f"model is {show(asked)}: use a string")
     if asked and asked not in names:
@@ -192,7 +192,7 @@ def check_model(asked: object, names: Set[str]) -> None:
 
 
 def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]) -> Job:
-    """What a line asks for, in our own terms, or a RequestError."""
+    """Return a line's prompts and sampling parameters; RequestError if they are invalid."""
     if body.get("stream"):
         raise RequestError("stream is true, but a batch answers in whole lines: leave it out")
     if url == CHAT:
@@ -206,7 +206,7 @@ def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]
 def _write_answer(job: Job, llm: LLM, model: str, output: BatchOutput) -> None:
     try:
         body = _body(job, llm, model)
-    except Exception as error:  # as above
+    except Exception as error:  # ours or a library's: one answer must not end a job
         output.fail(job.line, job.custom_id, f"the answer cannot be written: {type(error).__name__}: {one_line(error)}")
     else:
         output.answer(job.custom_id, body)

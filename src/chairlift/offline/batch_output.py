@@ -1,9 +1,9 @@
 """The output file of a batch job: one line per request, and the job's only state.
 
-A line is appended when its request ends. Answers are kept for good; an error line is removed when a later run tries its
-request again, so that each custom_id has one line. A killed job loses no answer: lines are appended whole, and error
+A line is appended when its request ends. Answers are never removed; an error line is removed when a later run retries
+its request, so that each custom_id has one line. A killed job loses no answer: lines are appended whole, and error
 lines are removed by writing a new file and renaming it over the old one. On a full disk the job ends with an error and
-the file holds whole lines alone. Nothing is ever cut off a file but a torn line that a job has written.
+the file has whole lines only. A file is truncated only to remove an incomplete last line that a job has written.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any
 from chairlift.core.errors import ChairliftError
 from chairlift.openai import replies
 
-SYNC_SECONDS = 1.0  # what a power cut may cost; a killed process loses nothing that was written
-KEPT_FAILURES = 5  # failures that a summary tells of; the output file has them all
+SYNC_SECONDS = 1.0  # of answers that a power failure may lose; a killed process loses none
+KEPT_FAILURES = 5  # failures in the summary; the output file has all
 
-# The beginning of every line that a job writes, as a pattern and as one example.
+# The beginning of every line that a job writes, as a pattern and as an example.
 _BEGINNING = re.compile(rb'\{"id": "batch_req-[0-9a-f]{32}", "custom_id": ')
 _EXAMPLE = b'{"id": "batch_req-' + b"0" * 32 + b'", "custom_id": '
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An input line without an answer, and why."""
+    """An input line without an answer, and the reason."""
 
     line: int
     custom_id: str | None
@@ -47,7 +47,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Tally:
-    """Input lines by what became of them in this run, and the tokens of its answers."""
+    """Counts of input lines by their result in this run, and of the tokens of its answers."""
 
     done: int = 0
     failed: int = 0
@@ -57,7 +57,7 @@ class Tally:
 
     @property
     def lines(self) -> int:
-        """Input lines dealt with."""
+        """The number of input lines processed."""
         return self.done + self.failed + self.skipped
 
 
@@ -65,7 +65,7 @@ Report = Callable[[Tally], None]
 
 
 class BatchOutput:
-    """The output file: the requests it has answers for, and one more line at a time."""
+    """The output file: reads which requests have answers, and appends lines."""
 
     def __init__(self, path: Path, report: Report) -> None:
         check_output(path)
@@ -76,7 +76,7 @@ class BatchOutput:
         self._synced = time.monotonic()
         self._path = path
         try:
-            self._path = path.resolve()  # a link stays a link when the file behind it is replaced
+            self._path = path.resolve()  # a link stays a link when its target is replaced
             self._file = _open_locked(self._path)
             self._read()
         except OSError as error:
@@ -89,7 +89,7 @@ class BatchOutput:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            if kind is None:  # another error says more
+            if kind is None:  # else the first error is more useful
                 raise self._unwritable(error) from None
         finally:
             self._file.close()
@@ -101,17 +101,17 @@ class BatchOutput:
         self._write(custom_id, _response(200, body), None)
 
     def refuse(self, line: int, custom_id: str, message: str, status: int = 400, code: str = "invalid_request") -> None:
-        """Write that a request asks for what cannot be done."""
+        """Write that a request was rejected."""
         body = replies.error_object(message, code=None if code == "invalid_request" else code)
         self._fail(Failure(line, custom_id, message), code, _response(status, body))
 
     def fail(self, line: int, custom_id: str, message: str) -> None:
-        """Write that the engine failed a request."""
+        """Write that a request failed in the engine."""
         body = replies.error_object(message, "server_error")
         self._fail(Failure(line, custom_id, message), "server_error", _response(500, body))
 
     def write_off(self, line: int, custom_id: str | None, code: str, message: str) -> None:
-        """Write that an input line is no request."""
+        """Write that an input line is not a request."""
         self._fail(Failure(line, custom_id, message), code, None)
 
     def skip(self) -> None:
@@ -120,15 +120,15 @@ class BatchOutput:
         self._report(self.tally)
 
     def remove_failures(self, custom_ids: Set[str]) -> None:
-        """Remove the error lines of requests that are tried again, and those that name no request.
+        """Remove the error lines of requests that are retried, and those without a custom_id.
 
-        Answers stay, and error lines of other requests: they may be of another input file. Killed before the rename,
-        the old file is untouched; killed after it, the new one is complete.
+        Answers stay, and so do error lines of other requests, which may be from another input file. If the job is
+        killed before the rename, the old file is unchanged; after it, the new file is complete.
         """
         tried_again = {None, *custom_ids}
         scratch = self._path.with_name(f".{self._path.name}.rewrite")
         try:
-            scratch.unlink(missing_ok=True)  # of a run that was killed here
+            scratch.unlink(missing_ok=True)  # left by a run that was killed here
             with scratch.open("xb") as kept, self._path.open("rb") as lines:
                 shutil.copymode(self._path, scratch)
                 for line in lines:
@@ -149,11 +149,11 @@ class BatchOutput:
     def _replace_by(self, scratch: Path) -> None:
         before = self._file
         if sys.platform == "win32":
-            before.close()  # a file that is open cannot be replaced there
+            before.close()  # Windows cannot replace an open file
             scratch.replace(self._path)
             self._file = _open_locked(self._path)
             return
-        after = _open_locked(scratch)  # before others can see it
+        after = _open_locked(scratch)  # before another job can open it
         scratch.replace(self._path)
         self._file = after
         before.close()
@@ -170,17 +170,17 @@ class BatchOutput:
         self._report(self.tally)
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line or, where that cannot be done, nothing of it."""
+        """Write a whole line or, on an error, nothing of it."""
         size = os.fstat(self._file.fileno()).st_size
         try:
             left = memoryview(line)
             while left:
-                left = left[self._file.write(left) :]  # a disk that fills up takes a part of it first
+                left = left[self._file.write(left) :]  # a disk that becomes full may accept a part of it
             if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
                 os.fsync(self._file.fileno())
                 self._synced = now
         except OSError as error:
-            with suppress(OSError):  # what cannot be cut off now is a torn line of ours for the next run
+            with suppress(OSError):  # if this fails, the next run removes the incomplete line
                 self._file.truncate(size)
             raise self._unwritable(error) from None
 
@@ -191,7 +191,7 @@ class BatchOutput:
         )
 
     def _read(self) -> None:
-        """Learn which requests have an answer, and cut off a last line that a crash has torn."""
+        """Read which requests have an answer, and remove a last line that a crash left incomplete."""
         end, has_ours = 0, False
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -211,7 +211,7 @@ class BatchOutput:
                 elif custom_id is not None:
                     self.answered.add(custom_id)
         if end and not line.endswith(b"\n"):
-            self._append(b"\n")  # the last line is complete but for its end
+            self._append(b"\n")  # the last line lacks only its line end
 
 
 def check_output(path: Path) -> None:
@@ -225,9 +225,9 @@ def check_output(path: Path) -> None:
 
 
 def _read_record(line: bytes) -> tuple[str | None, bool]:
-    """The custom_id of an output line and whether it holds an answer; a ValueError if it is no batch result.
+    """Return the custom_id of an output line and whether it has an answer; ValueError if it is not a batch result.
 
-    An error may be told in the response alone.
+    An error may be in the response alone.
     """
     try:
         match json.loads(line):
@@ -239,9 +239,9 @@ def _read_record(line: bytes) -> tuple[str | None, bool]:
 
 
 def _is_torn(line: bytes, has_ours: bool) -> bool:
-    """Whether a line that is no record is the beginning of one that a job has written.
+    """Whether an invalid line is the beginning of a line that a job has written.
 
-    A few bytes alone could be anything's beginning: they count only after whole lines of ours.
+    A few bytes could be the beginning of any file: they count only after whole lines that a job has written.
     """
     if line.endswith(b"\n"):
         return False
@@ -255,7 +255,7 @@ def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_locked(path: Path) -> FileIO:
-    """Open a file to append, for this job alone; without a buffer, so that each write has its own errors."""
+    """Open and lock a file to append, without a buffer, so that each write raises its own errors."""
     while True:
         file = path.open("ab", buffering=0)
         _lock(file, path)

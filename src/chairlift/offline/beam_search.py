@@ -1,4 +1,4 @@
-"""Beam search in the shape that users of vLLM know, over our own."""
+"""Beam search with vLLM's parameters and results, on our own beam search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` looks for the likeliest answers."""
+    """The parameters of `LLM.beam_search`."""
 
     beam_width: int
     max_tokens: int
@@ -22,10 +22,10 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def sampling(self) -> SamplingParams:
-        """The same as SamplingParams, which checks the ranges."""
+        """Return these parameters as SamplingParams, which checks their ranges."""
         if self.temperature:
             raise RequestError(
-                f"temperature is {self.temperature}: beam search goes by the model's own probabilities; leave it out"
+                f"temperature is {self.temperature}: beam search uses the model's own probabilities; leave it out"
             )
         return SamplingParams(
             n=self.beam_width,
@@ -40,7 +40,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the likeliest answers, with its prompt before it."""
+    """One of the likeliest answers; tokens and text include the prompt."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]  # of the answer's tokens
@@ -58,7 +58,7 @@ class BeamSearchOutput:
 
 
 def as_beams(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """A request's answers as beams."""
+    """Return a request's answers as beams."""
 
     def beam(answer: CompletionOutput) -> BeamSearchSequence:
         tokens = [*output.prompt_token_ids, *answer.token_ids]

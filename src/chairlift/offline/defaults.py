@@ -1,4 +1,4 @@
-"""Sampling for requests that name none: the values that the model's makers recommend, where they are usable."""
+"""Sampling defaults: the values that the model's authors recommend, where they are usable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from chairlift.models.recommended import recommended_sampling
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Fields of SamplingParams that a request has unless it names them."""
+    """Values of SamplingParams fields that a request does not set."""
 
     values: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     warnings: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """In words, for a person.
+        """Return the values as text for a log.
 
         >>> str(SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "published for SmolLM2-Instruct"))
         'temperature 0.2, top_p 0.9 where a request names none (published for SmolLM2-Instruct)'
@@ -32,7 +32,7 @@ class SamplingDefaults:
 
 
 def read_defaults(checkpoint: Checkpoint | None, generation_config: str) -> SamplingDefaults:
-    """The model's own values, if the setting wants them; a value that cannot be used is left out with a warning."""
+    """Return the model's own values unless the setting is "none"; skip unusable values with a warning."""
     if checkpoint is None or generation_config == "none":
         return SamplingDefaults()
     found, source = recommended_sampling(checkpoint)
@@ -41,7 +41,7 @@ def read_defaults(checkpoint: Checkpoint | None, generation_config: str) -> Samp
         try:
             SamplingParams(**{name: value})
         except RequestError as error:
-            warnings.append(f"{source} of the model is not followed in one value: {error}")
+            warnings.append(f"a recommended sampling value is ignored ({source}): {error}")
         else:
             values[name] = value
     return SamplingDefaults(values, source, warnings)

@@ -1,4 +1,4 @@
-"""Driver: steps the engine in this process and gives each request the events of its sequences."""
+"""Driver: steps the engine in this process and passes each request the events of its sequences."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Driver:
 
     def start(self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool) -> Track:
         """Submit a request, or reject it with a RequestError."""
-        self._engine.submit(request)  # which checks it: nothing may read its prompt before
+        self._engine.submit(request)  # checks the request: its prompt must not be read before
         track = Track(request, text, tokenizer, is_streamed=is_streamed)
         self._tracks[request.id] = self._listeners[request.id] = track
         return track
 
     def fail(self, request_id: str, error: str) -> None:
-        """End a request as failed when the step that runs now is over."""
+        """End a request as failed after the current step."""
         self._failures.append((request_id, error))
 
     def run(self, tracks: list[Track], progress: bool) -> None:
@@ -58,7 +58,7 @@ class Driver:
                         bar.update(task, completed=done, speed=f"{tokens / (now - start):,.0f} tok/s")
 
     def stream(self, track: Track) -> Iterator[Chunk]:
-        """Yield the chunks of one request; leaving the loop early aborts it."""
+        """Yield the chunks of one request; closing the generator early aborts it."""
         try:
             while True:
                 if chunks := track.take_chunks():
@@ -68,14 +68,14 @@ class Driver:
                 else:
                     self.step()
         finally:
-            self.leave([track])
+            self.abort_unfinished([track])
 
     def step(self) -> int:
-        """Run one step of the engine; return how many tokens it generated."""
+        """Run one step of the engine; return the number of generated tokens."""
         return self.read(self._engine.step())
 
     def read(self, outcome: Outcome) -> int:
-        """Give each request its part of a step's outcome; return how many tokens the step generated."""
+        """Pass each request its part of a step's outcome; return the number of generated tokens."""
         if self._failures:
             self._end_failed()
         self._read_events(outcome.events)
@@ -85,8 +85,8 @@ class Driver:
                     self._read(track, sequence, (token,))
         return len(outcome.tokens) + sum(event.token is not None for event in outcome.events)
 
-    def leave(self, tracks: Iterable[Track]) -> None:
-        """Abort the requests that have not finished: their caller reads no more of them."""
+    def abort_unfinished(self, tracks: Iterable[Track]) -> None:
+        """Abort the requests that have not finished: their caller has stopped reading."""
         for track in tracks:
             if not track.output.finished:
                 self._read_events(self._engine.abort(track.request.id))
@@ -94,7 +94,7 @@ class Driver:
 
     def close(self) -> None:
         """Abort all requests."""
-        self.leave(list(self._tracks.values()))
+        self.abort_unfinished(list(self._tracks.values()))
 
     def _end_failed(self) -> None:
         """End failed requests before the step's own events are read: they may have finished in this step."""

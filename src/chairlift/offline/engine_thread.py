@@ -21,11 +21,11 @@ from chairlift.text.outputs import Answer, Chunk, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
-Change = tuple[Stream, bool, Exception | None]  # a stream with news, whether it has ended, and its error
+Change = tuple[Stream, bool, Exception | None]  # a changed stream, whether it has ended, and its error
 
 
 class EngineThread:
-    """Steps an engine and gives each stream its chunks. The port of the engine's loop (engine/loop.py)."""
+    """Steps an engine and delivers chunks to streams. The port of the engine's loop (engine/loop.py)."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class EngineThread:
         tokenizer: Tokenizer | None,
         wake: Callable[[list[Change]], None],
     ) -> None:
-        self.fault: EngineFault | None = None  # why no request can be served any more
+        self.fault: EngineFault | None = None  # why the engine has stopped
         self._engine = engine
         self._tokenizer = tokenizer
         self._driver = Driver(engine)
@@ -42,7 +42,7 @@ class EngineThread:
         self._live: dict[str, tuple[Track, Stream]] = {}
         self._failed: list[str] = []  # ids of requests that failed outside the engine in this step
         self._is_open = True
-        self._lock = threading.Lock()  # held to end the thread or to give it an order: none may come too late
+        self._lock = threading.Lock()  # held to queue a request or to end: no request is queued after the end
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self.start, self.join = self._thread.start, self._thread.join
@@ -50,7 +50,7 @@ class EngineThread:
     # ---- called by any thread
 
     def submit(self, request: Request, text: str | None, stream: Stream) -> None:
-        """Have a request submitted before the next step."""
+        """Queue a request for submission before the next step."""
         with self._lock:
             if not self._has_ended:
                 self._orders.put(lambda: self._submit(request, text, stream))
@@ -58,15 +58,15 @@ class EngineThread:
         self._wake([(stream, True, self.fault or RequestError("this AsyncEngine is closed: make another one"))])
 
     def abort(self, request_id: str) -> None:
-        """Have a request aborted before the next step."""
+        """Queue the abort of a request before the next step."""
         self._orders.put(lambda: self._abort([request_id]))
 
     def close(self) -> None:
-        """Have the loop end, after at most one more step."""
+        """End the loop after at most one more step."""
         self._orders.put(self._close)
 
     def fail(self, request_id: str, error: str) -> None:
-        """End a request as failed when the step that runs now is over; the engine's thread calls it."""
+        """End a request as failed after the current step; called by the engine's thread."""
         self._driver.fail(request_id, error)
         self._failed.append(request_id)
 
@@ -75,7 +75,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             drive(self._engine, self)
-        except Exception as error:  # a bug of ours: every stream must end all the same
+        except Exception as error:  # a bug of ours: every stream must still end
             log.exception("the engine's thread has failed")
             self._stop_for(f"{type(error).__name__}: {error}")
         self._end_all()
@@ -84,18 +84,18 @@ class EngineThread:
         self.fault = EngineFault(f"the engine has stopped: {reason}; make a new one")
 
     def is_open(self) -> bool:
-        """Whether the loop goes on."""
+        """Whether the loop continues."""
         return self._is_open
 
     def receive(self, wait: float) -> None:
-        """Carry out what other threads have asked for."""
+        """Carry out the orders of other threads."""
         with contextlib.suppress(queue.Empty):
             self._orders.get(block=wait > 0, timeout=None if wait == inf else wait)()
             while True:
                 self._orders.get_nowait()()
 
     def report(self, outcome: Outcome, seconds: float) -> None:
-        """Give each stream its new chunks."""
+        """Deliver new chunks to their streams."""
         self._driver.read(outcome)
         if self._engine.fault is not None:
             self._stop_for(self._engine.fault)
@@ -103,12 +103,12 @@ class EngineThread:
         changed |= dict.fromkeys(event.sequence.request.id for event in outcome.events)
         changed |= dict.fromkeys(self._failed)
         self._failed.clear()
-        self._hand_out([self._live[each] for each in changed if each in self._live])
+        self._deliver([self._live[each] for each in changed if each in self._live])
 
     def _submit(self, request: Request, text: str | None, stream: Stream) -> None:
         params = request.params
         try:
-            # Which of several answers are the n best is known at their end.
+            # With best_of > n, the n best answers are known only at their end.
             is_streamed = params.width == params.n
             track = self._driver.start(request, text, self._tokenizer, is_streamed=is_streamed)
         except Exception as error:  # a RequestError of the scheduler, or a bug of ours: it ends this request alone
@@ -118,14 +118,14 @@ class EngineThread:
 
     def _abort(self, request_ids: list[str]) -> None:
         found = [self._live[each] for each in request_ids if each in self._live]
-        self._driver.leave([track for track, _ in found])
-        self._hand_out(found)
+        self._driver.abort_unfinished([track for track, _ in found])
+        self._deliver(found)
 
     def _close(self) -> None:
         self._is_open = False
 
     def _end_all(self) -> None:
-        """End every stream, also of requests that were submitted too late for the loop to see them."""
+        """End every stream, those of requests submitted after the loop's last step included."""
         with self._lock:
             self._has_ended = True
         self._abort(list(self._live))
@@ -134,7 +134,7 @@ class EngineThread:
                 self._orders.get_nowait()()
         self._abort(list(self._live))
 
-    def _hand_out(self, live: list[tuple[Track, Stream]]) -> None:
+    def _deliver(self, live: list[tuple[Track, Stream]]) -> None:
         changed: list[Change] = []
         for track, stream in live:
             output = track.output
@@ -156,15 +156,15 @@ class EngineThread:
         return None if output.error is None else RequestError(output.error)
 
     def _wake(self, changed: list[Change]) -> None:
-        """Wake the readers in their event loop; a loop that is closed has no readers, and its requests are aborted."""
+        """Wake the readers in their event loop; abort the requests of a closed event loop, which has no readers."""
         for loop in {stream._loop for stream, _, _ in changed}:
             ours = [change for change in changed if change[0]._loop is loop]
             try:
                 loop.call_soon_threadsafe(self._wake_in_loop, ours)
             except RuntimeError:
-                gone = [self._live.pop(stream.id)[0] for stream, _, _ in ours if stream.id in self._live]
-                log.warning("the event loop of %d streams is closed: their requests are aborted", len(gone))
-                self._driver.leave(gone)
+                aborted = [self._live.pop(stream.id)[0] for stream, _, _ in ours if stream.id in self._live]
+                log.warning("the event loop of %d streams is closed: their requests are aborted", len(aborted))
+                self._driver.abort_unfinished(aborted)
 
 
 def as_chunk(answer: Answer) -> Chunk:

@@ -1,4 +1,4 @@
-"""Keywords of LLM's methods as users of vLLM write them: aliases are accepted, unknown ones are errors with advice."""
+"""Keywords of LLM's methods: vLLM's names are accepted as aliases, unknown ones are errors with advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHAT = (
     "continue_final_message",
     "tools",
 )
-# vLLM's keywords that have no counterpart, and what to do.
+# vLLM's keywords without a counterpart, and what to do instead.
 _ABSENT = {
     "chat_template_content_format": "the template itself shows whether it reads strings or parts: leave it out",
     "guided_options_request": "structured output is not supported: leave it out",
@@ -35,14 +35,14 @@ _ABSENT = {
 
 
 def either(name: str, value: Any, alias: str, other: Any) -> Any:
-    """The value of a keyword that has two names."""
+    """Return the value of a keyword that has two names."""
     if value is not None and other is not None:
         raise RequestError(f"{name} and {alias} are two names of one keyword: give one of them")
     return other if value is None else value
 
 
 def check_params(params: Any) -> None:
-    """Refuse what is no SamplingParams, such as the dictionary that other engines take."""
+    """Raise RequestError for params that are not SamplingParams, such as a dictionary."""
     for each in params if isinstance(params, Sequence) else [params]:
         if each is not None and not isinstance(each, SamplingParams):
             raise RequestError(
@@ -51,7 +51,7 @@ def check_params(params: Any) -> None:
 
 
 def refuse_unknown(unknown: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Say what to use in place of keywords that a method does not have; those of a template may be among a chat's."""
+    """Raise RequestError, with advice, for keywords that a method does not have; a chat also has those of templates."""
     for name, value in unknown.items():
         if is_chat and name in _CHAT:
             continue

@@ -1,4 +1,4 @@
-"""LLM: the engine in your own process, from text to text."""
+"""LLM: the engine in the caller's process, from text to text."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from chairlift.text.tokenizer import Tokenizer
 __all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]
 OnError = Literal["raise", "return"]
-ReadPrompt = partial[tuple[str | None, list[int]]]  # a prompt's text and token ids, when it is called
+ReadPrompt = partial[tuple[str | None, list[int]]]  # returns a prompt's text and token ids
 K = TypeVar("K")
 log = logging.getLogger("chairlift")
 
 
 class LLM:
-    """A model and the engine that runs it, in this process.
+    """A model and its engine, in this process.
 
     >>> llm = LLM()                                           # doctest: +SKIP
     >>> llm.generate("The capital of France is")[0].outputs[0].text  # doctest: +SKIP
@@ -47,7 +47,7 @@ class LLM:
         self.model = model
         self._progress = progress
         self._built: Built = build(model, self.settings, progress=progress)
-        self._built.engine.end_input()  # whoever calls us has given all there is before we step
+        self._built.engine.end_input()  # each call has all its requests: a static batch need not wait for more
         self.engine = self._built.engine
         self.config = self._built.config
         self.capacity = self._built.capacity
@@ -71,12 +71,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (text or token ids), all in one continuous batch, in the order given.
 
-        Without `params`, a prompt is sampled with `get_default_sampling_params()`; params that are given are taken as
-        they are. `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
+        Without `params`, a prompt is sampled with `get_default_sampling_params()`; given params are used unchanged.
+        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
 
-        A prompt that cannot be answered, such as one that is too long, has a result with an `error` in its place, and
-        the others are answered; if none can be, the first error is raised. `on_error="raise"` raises it in any case,
-        before any prompt is answered where it can be known then; `on_error="return"` never does.
+        A prompt that cannot be answered, such as one that is too long, has a result with an `error`, and the others are
+        answered; if none can be, the first error is raised. `on_error="raise"` raises the first error in any case,
+        before any prompt is answered if it is known then; `on_error="return"` raises none.
         """
         refuse_unknown(unknown, is_chat=False)
         read = [partial(self._reader.encode, prompt) for prompt in as_list(prompts)]
@@ -94,7 +94,7 @@ class LLM:
         on_error: OnError | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as `generate` does; further keywords are those of `chat_prompt`."""
+        """Answer one or several conversations, as `generate` does; further keywords are those of `chat_prompt`."""
         refuse_unknown(template, is_chat=True)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
@@ -111,7 +111,7 @@ class LLM:
         use_tqdm: bool | None = None,  # a stream has no bar
         **unknown: Any,
     ) -> Iterator[Chunk]:
-        """Answer one prompt piece by piece; leaving the loop early ends the request."""
+        """Yield the answer to one prompt in chunks; leaving the loop early aborts the request."""
         refuse_unknown(unknown, is_chat=False)
         [params] = self._choose(either("params", params, "sampling_params", sampling_params), 1)
         if params.width > params.n:
@@ -134,7 +134,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **template: Any,
     ) -> Iterator[Chunk]:
-        """Answer a conversation piece by piece; further keywords are those of `chat_prompt`."""
+        """Yield the answer to a conversation in chunks; further keywords are those of `chat_prompt`."""
         text, ids = self._reader.chat(messages, **template)
         prompt = {"prompt": text, "prompt_token_ids": ids}
         return self.stream(prompt, params, sampling_params=sampling_params)
@@ -142,10 +142,10 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **unknown: Any
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to each prompt, in the shape of vLLM's method of this name.
+        """Return the likeliest answers to each prompt, with the parameters and results of vLLM's method.
 
-        They are those of SamplingParams(use_beam_search=True), which equal transformers': a length penalty goes by the
-        answer's length, where vLLM's goes by that of prompt and answer.
+        They are those of SamplingParams(use_beam_search=True) and equal those of transformers: a length penalty uses
+        the answer's length, where vLLM uses that of prompt and answer.
         """
         refuse_unknown(unknown, is_chat=False)
         if not isinstance(params, BeamSearchParams):
@@ -156,11 +156,11 @@ class LLM:
     def iterate(
         self, requests: Iterable[tuple[K, Prompt, SamplingParams]], *, window: int | None = None
     ) -> Iterator[tuple[K, RequestOutput | RequestError]]:
-        """Answer any number of requests, each yielded under its key as soon as it ends, in whatever order they do.
+        """Answer any number of requests; yield each with its key as soon as it ends, in any order.
 
-        Requests are taken from the iterable only while fewer than `window` are under way (default: four full batches),
-        so it may be endless. One that is refused yields its error, and the others go on; one whose step failed has the
-        error in its answers.
+        Requests are read from the iterable only while fewer than `window` are live (default: four full batches), so it
+        may be endless. A rejected request yields its error and does not affect the others; a request whose step failed
+        has the error in its answers.
         """
         self._check_open()
         window = window or 4 * self._built.limits.max_sequences
@@ -174,8 +174,8 @@ class LLM:
                     except RequestError as error:
                         yield key, error
                     except ChairliftError:
-                        raise  # the engine's own: no request can be answered
-                    except Exception as error:  # one request must not end the others, whatever check it slipped through
+                        raise  # an error of the engine: no request can be answered
+                    except Exception as error:  # a request that passes all checks must still not end the others
                         said = f"{type(error).__name__}: {one_line(error)}"
                         yield key, RequestError(f"the request cannot be read: {said}")
                 self._driver.step()
@@ -184,7 +184,7 @@ class LLM:
                 for key, track in ended:
                     yield key, track.output
         finally:
-            self._driver.leave([track for _, track in live])
+            self._driver.abort_unfinished([track for _, track in live])
 
     def chat_prompt(
         self,
@@ -197,9 +197,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> list[int]:
-        """The token ids of a conversation, through the model's own chat template or the one given here.
+        """Return the token ids of a conversation, rendered by the model's chat template or by `chat_template`.
 
-        `chat_template_kwargs` holds variables of the template, such as {"enable_thinking": False}.
+        `chat_template_kwargs` has variables of the template, such as {"enable_thinking": False}.
         """
         _, ids = self._reader.chat(
             messages,
@@ -213,19 +213,19 @@ class LLM:
         return ids
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; a RequestError says why there is none."""
+        """Return the model's tokenizer; RequestError, with the reason, if there is none."""
         return self._reader.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a prompt is sampled with when no params are given: the model's own values, where it has some."""
+        """Return the params of prompts without any: the model's recommended values, where it has some."""
         return self._builder.default_params()
 
     def reset_prefix_cache(self) -> int:
-        """Forget what later prompts could have shared; how many blocks of the KV cache it was."""
+        """Empty the prefix cache; return the number of KV blocks dropped."""
         return self.engine.clear_prefix_cache()
 
     def close(self) -> None:
-        """End whatever still runs; nothing can be asked after that."""
+        """Abort all requests; later calls are errors."""
         self._is_closed = True
         self._driver.close()
 
@@ -242,13 +242,13 @@ class LLM:
     def _answer(
         self, read: list[ReadPrompt], params: Params | None, progress: bool | None, on_error: OnError | None
     ) -> list[RequestOutput]:
-        """Answer prompts, each of which is read only when its turn has come."""
+        """Answer prompts; each is tokenized just before it is submitted."""
         if on_error not in (None, "raise", "return"):
             raise RequestError(f"on_error is {on_error!r}: use 'raise' or 'return'")
         choices = self._choose(params, len(read))
         outputs: list[RequestOutput] = []
         tracks: list[Track] = []
-        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_begin_early else math.inf
+        tokens, enough = 0, self._built.limits.step_tokens if self.engine.may_step_while_submitting else math.inf
         with no_full_collections():
             try:
                 for each, chosen in zip(read, choices, strict=True):
@@ -262,11 +262,11 @@ class LLM:
                     outputs.append(tracks[-1].output)
                     tokens += len(tracks[-1].request.prompt)
                     if tokens >= enough:
-                        self._driver.step()  # the device begins with a full first step while the others come
+                        self._driver.step()  # the device runs a full first step while the other prompts are read
                         enough = math.inf
                 self._driver.run(tracks, self._progress if progress is None else progress)
             finally:
-                self._driver.leave(tracks)
+                self._driver.abort_unfinished(tracks)
         judge(outputs, on_error)
         return outputs
 
@@ -275,14 +275,16 @@ class LLM:
         return RequestOutput.refused(self._builder.new_id(), text, self.engine.clock.now(), str(error))
 
     def _choose(self, params: Params | None, count: int) -> list[SamplingParams]:
-        """The sampling parameters of each of so many prompts."""
+        """Return the sampling parameters of each of `count` prompts."""
         self._check_open()
         check_params(params)
         choices = (
             list(params) if isinstance(params, Sequence) else [params or self.get_default_sampling_params()] * count
         )
         if len(choices) != count:
-            raise RequestError(f"{count} prompts came with {len(choices)} sampling params: give one, or one for each")
+            raise RequestError(
+                f"there are {count} prompts and {len(choices)} sampling params: give one, or one for each"
+            )
         return choices
 
     def _check_open(self) -> None:
@@ -295,7 +297,7 @@ class LLM:
 
 
 def judge(outputs: list[RequestOutput], on_error: OnError | None) -> None:
-    """Raise the first error if that is wanted or no prompt has an answer; otherwise say how many have none."""
+    """Raise the first error if `on_error` is "raise" or no prompt has an answer; else log how many have none."""
     failed = [place for place, output in enumerate(outputs) if output.error]
     if not failed or on_error == "return":
         return

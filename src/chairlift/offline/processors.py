@@ -1,4 +1,4 @@
-"""Logits processors: a caller's own functions, made safe to call between a forward pass and the choice of a token."""
+"""Logits processors: a caller's functions, wrapped so that an error in one ends only its own request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 class SafeProcessor:
-    """One request's processor: what goes wrong in it ends that request and no other.
+    """One request's processor: an error in it ends that request and no other.
 
-    After an error it leaves the logits as they are; whoever made it is told, and ends the request.
+    After an error it returns the logits unchanged and calls `on_error`, which ends the request.
     """
 
     def __init__(self, function: Callable[..., Any], on_error: Callable[[str], None]) -> None:
@@ -22,14 +22,14 @@ class SafeProcessor:
         self._has_failed = False
 
     def __call__(self, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """The logits that a token is chosen by."""
+        """Return the logits to sample from."""
         if self._has_failed:
             return logits
         try:
             before = (list(prompt), list(output)) if self._reads_prompt else (list(output),)
             changed = self._function(*before, logits.clone())
             problem = _problem(changed, logits)
-        except Exception as error:  # it is the caller's code: anything can happen in it
+        except Exception as error:  # the caller's code may raise anything
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return changed  # type: ignore[no-any-return]
@@ -39,7 +39,7 @@ class SafeProcessor:
 
 
 def _problem(changed: Any, logits: torch.Tensor) -> str:
-    """Why the result cannot be used; empty if it can."""
+    """Return why the result cannot be used; empty if it can."""
     if not isinstance(changed, torch.Tensor) or changed.shape != logits.shape:
         shape = tuple(changed.shape) if isinstance(changed, torch.Tensor) else type(changed).__name__
         return f"it returned {shape}, not a tensor of shape {tuple(logits.shape)}"
@@ -51,10 +51,10 @@ def _problem(changed: Any, logits: torch.Tensor) -> str:
 
 
 def _takes_prompt(function: Callable[..., Any]) -> bool:
-    """Whether it wants the prompt's ids before those of the output: with three arguments, as in vLLM."""
+    """Whether a processor takes the prompt's ids before those of the output: with three arguments, as in vLLM."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in functions have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in positional and each.default is each.empty for each in parameters) == 3

@@ -1,4 +1,4 @@
-"""Prompts in process: text, token ids or a conversation, as the token ids of one request."""
+"""Prompts of LLM and AsyncEngine: text, token ids or a conversation, as the token ids of one request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-# Arguments of render_confined() that are no variables of the caller's.
+# Arguments of render_confined() that a caller may not set as variables.
 _OURS = frozenset({"template", "messages", "bos_token", "eos_token", "tools"})
 
 
@@ -22,16 +22,16 @@ class PromptReader:
     def __init__(self, model: str, tokenizer: Tokenizer | None, no_tokenizer: str) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.no_tokenizer = no_tokenizer  # why there is none
+        self.no_tokenizer = no_tokenizer  # the reason, if there is none
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer, or a RequestError that says why there is none."""
+        """Return the tokenizer; RequestError, with the reason, if there is none."""
         if self.tokenizer is None:
             raise RequestError(f"text cannot be read: {self.no_tokenizer}; give prompts as token ids")
         return self.tokenizer
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, where it is known, and its token ids."""
+        """Return a prompt's text, if known, and its token ids."""
         text: str | None = None
         if isinstance(prompt, Mapping):
             if not prompt.keys() & {"prompt", "prompt_token_ids"}:
@@ -45,7 +45,7 @@ class PromptReader:
             ids: list[Any] = list(prompt or ())
         except TypeError:
             raise RequestError(f"the prompt is {prompt!r}: give text or a list of token ids") from None
-        if set(map(type, ids)) - {int}:  # looking at each would make a GPU wait
+        if set(map(type, ids)) - {int}:  # checking each in Python would delay a GPU
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise RequestError(
@@ -64,7 +64,7 @@ class PromptReader:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> tuple[str | None, list[int]]:
-        """A conversation as the text that the model was taught to read, and as token ids."""
+        """Return a conversation as text, rendered by the chat template, and as token ids."""
         refuse_unknown(unknown, is_chat=True)
         tokenizer = self.require_tokenizer()
         template = tokenizer.chat_template if chat_template is None else chat_template
@@ -82,15 +82,15 @@ class PromptReader:
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            **variables,  # as in vLLM, they may hold these two as well
+            **variables,  # as in vLLM, they may set these two as well
         }
         special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         text = render_confined(template, messages, **special, **options)
-        return text, tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        return text, tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+    """Return one or several prompts as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     try:

@@ -1,4 +1,4 @@
-"""RequestBuilder: a prompt and its SamplingParams as a Request of the engine in this process."""
+"""RequestBuilder: builds the engine's Request from a prompt and its SamplingParams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RequestBuilder:
         self._seeds = random.Random(settings.model.seed)
         own = self.tokenizer.eos_token_id if self.tokenizer else None
         config = built.config
-        # A tokenizer may have more tokens than the model has logits for: those can never be sampled.
+        # A tokenizer may have more tokens than the model has logits: the rest can never be sampled.
         self._eos_ids = config.eos_ids | (frozenset() if own is None or own >= config.vocab_size else {own})
 
     def new_id(self) -> str:
@@ -44,13 +44,13 @@ class RequestBuilder:
         return f"r{next(self._ids)}"
 
     def default_params(self) -> SamplingParams:
-        """Return what a prompt is sampled with when no params are given."""
+        """Return the sampling parameters of prompts without any."""
         return SamplingParams(**self.defaults.values)
 
     def build(
         self, request_id: str, ids: list[int], params: SamplingParams, fail: Callable[[str, str], None], **more: Any
     ) -> Request:
-        """Return the request; `fail` is told the id and the error of one whose logits processor fails."""
+        """Return the request; if one of its logits processors fails, `fail` is called with its id and the error."""
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(f"stop and bad_words cannot be read: {self.prompts.no_tokenizer}; use stop_token_ids")

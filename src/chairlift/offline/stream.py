@@ -12,16 +12,16 @@ from chairlift.text.outputs import Chunk, RequestOutput
 class Stream:
     """The answers to one request, as an async iterator of chunks.
 
-    A reader that is slow gets more at once. After the last chunk, `output` has the whole answers. Iterating raises a
-    RequestError if the request failed and an EngineFault if the engine has stopped.
+    Chunks of one answer that were not read in time are joined. After the last chunk, `output` has the whole answers.
+    Iterating raises a RequestError if the request failed and an EngineFault if the engine has stopped.
     """
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, abort: Callable[[], None]) -> None:
         self.id = request_id
         self.output: RequestOutput | None = None  # set with the first chunk
         self._loop = loop
-        self._leave = leave
-        self._chunks: deque[Chunk] = deque()  # the engine's thread appends, the event loop takes
+        self._abort = abort
+        self._chunks: deque[Chunk] = deque()  # appended by the engine's thread, read by the event loop
         self._error: Exception | None = None
         self._has_ended = False
         self._changed = asyncio.Event()
@@ -30,7 +30,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """Return what has been generated since the last call, of one answer."""
+        """Return the part of one answer that was generated since the last call."""
         while not self._chunks:
             if self._has_ended:
                 if self._error is not None:
@@ -45,7 +45,7 @@ class Stream:
 
     async def aclose(self) -> None:
         """Abort the request, if it has not ended."""
-        self._leave()
+        self._abort()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -54,7 +54,7 @@ class Stream:
         await self.aclose()
 
     def _wake(self, has_ended: bool, error: Exception | None) -> None:
-        """Let the reader go on; called in the event loop."""
+        """Wake the reader; called in the event loop."""
         if not self._has_ended:
             self._has_ended, self._error = has_ended, error
         self._changed.set()

@@ -14,7 +14,7 @@ _CUT_SHORT = (FinishReason.ABORT, FinishReason.ERROR)
 
 
 class Track:
-    """Follows one request."""
+    """Builds the chunks and the output of one request."""
 
     def __init__(
         self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool = False
@@ -43,9 +43,9 @@ class Track:
         prompt_scores: PromptLogprobs | None = None,
         error: str | None = None,
     ) -> bool:
-        """Take in an event of a sequence; True if its text met a stop string, so that the engine must stop it."""
+        """Read an event of a sequence; return whether its text has a stop string, so that the engine must stop it."""
         if not self._reads_each_token and (tokens or reason is not None):
-            # All tokens since the last event that was read here, whatever this one holds: each is read once.
+            # All tokens since the last event that was read here, not only this event's: each is read once.
             tokens = self._reader.unread(sequence.index, sequence.tokens, sequence.prompt_length)
         update = Update(sequence.index, tokens, reason, scores, prompt_scores, error, sequence.started, sequence.cached)
         chunk = self._reader.read(update, now)

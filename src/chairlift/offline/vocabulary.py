@@ -8,7 +8,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 def read_tokenizer(checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, str]:
-    """The checkpoint's own tokenizer, or why there is none: token ids in and out work without."""
+    """Return the checkpoint's tokenizer, or None and the reason: token ids in and out work without one."""
     if checkpoint is None:
         return None, "random weights have no tokenizer"
     try:

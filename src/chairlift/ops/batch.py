@@ -26,7 +26,7 @@ class HostBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPrefixes:
     """Groups of decodes with a common prefix of blocks, which attention reads once per group; on the device."""
 
     items: torch.Tensor  # [items, 5]: first member, number of members (0: padding), first and last key, part
@@ -47,7 +47,7 @@ class Batch:
     host: HostBatch
     decodes: int = field(init=False)  # number of one-token slices before the first longer one
     longest_prompt: int = field(init=False)  # longest context of the other slices
-    shared: Shared | None = None
+    shared: SharedPrefixes | None = None
     cut: torch.Tensor | None = None  # tiles that a captured step reads, in place of `tiles`
     decode_work: dict[int, Any] = field(default_factory=dict)  # by window: the DecodeWork of decode_cuda
     _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class Batch:
             return self.cut, []
         if (tokens, long) not in self._tiles:
             found, whole = cut_prompts(self.host.starts, self.host.contexts, tokens, long)
-            self._tiles[tokens, long] = send(self.tables.device, found)[0], whole
+            self._tiles[tokens, long] = to_device(self.tables.device, found)[0], whole
         return self._tiles[tokens, long]
 
-    def only(self, chosen: np.ndarray) -> Wanted:
+    def only(self, chosen: np.ndarray) -> SampledTokens:
         """Select tokens of the batch, each as a decode of its own."""
         host, device = self.host, self.tables.device
         piece = np.searchsorted(host.starts, chosen, side="right") - 1
@@ -73,16 +73,16 @@ class Batch:
         starts = np.arange(chosen.size + 1, dtype=np.int32)
         tables = np.ascontiguousarray(host.tables[piece])
         picked = HostBatch(host.positions[chosen], host.slots[chosen], starts, contexts.astype(np.int32), tables)
-        return Wanted(chosen, send(device, chosen)[0].long(), Batch.on(device, picked))
+        return SampledTokens(chosen, to_device(device, chosen)[0].long(), Batch.on(device, picked))
 
     @staticmethod
     def on(device: torch.device, host: HostBatch) -> Batch:
         """Copy a batch to its device."""
-        positions, slots, contexts, tables = send(device, host.positions, host.slots, host.contexts, host.tables)
+        positions, slots, contexts, tables = to_device(device, host.positions, host.slots, host.contexts, host.tables)
         return Batch(positions, slots, contexts, tables, host)
 
 
-class Wanted(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens of a batch that need a final hidden state."""
 
     host: np.ndarray  # their places in the batch
@@ -117,7 +117,7 @@ def cut_prompts(
     return found[np.argsort(-position, kind="stable")].astype(np.int32), whole
 
 
-def send(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+def to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     """Copy integer arrays to a device: to a GPU as int32, in one asynchronous transfer.
 
     From memory that is not pinned, a larger transfer would wait until the device has finished its queued work.

@@ -17,4 +17,4 @@ class Filters(NamedTuple):
 
 # The id that means no token: no logit of the row is above -inf. As an int32 it is 0, a valid id, so that the next step,
 # launched before the host has seen it, can read it as a token.
-NOTHING = 1 << 32
+NO_TOKEN = 1 << 32

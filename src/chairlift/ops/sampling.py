@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from chairlift.ops import sampling_cpu
-from chairlift.ops.filters import NOTHING, Filters
+from chairlift.ops.filters import NO_TOKEN, Filters
 from chairlift.ops.sampling_cpu import GOLDEN, MIX1, MIX2
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -79,16 +79,16 @@ def penalize_reference_(
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of each row's highest logit, the first of equal ones; NOTHING if no logit is above -inf."""
+    """Return the id of each row's highest logit, the first of equal ones; NO_TOKEN if no logit is above -inf."""
     if is_fused(logits):
         from chairlift.ops import sampling_cuda
 
         return sampling_cuda.likeliest(logits)
     if logits.is_cuda or logits.dtype != torch.float32:
         highest, ids = logits.max(-1)
-        return torch.where(highest > -torch.inf, ids, NOTHING)
+        return torch.where(highest > -torch.inf, ids, NO_TOKEN)
     out = torch.empty(logits.shape[0], dtype=torch.int64)
-    sampling_cpu.likeliest(torch.get_num_threads(), logits.numpy(), out.numpy(), NOTHING)
+    sampling_cpu.likeliest(torch.get_num_threads(), logits.numpy(), out.numpy(), NO_TOKEN)
     return out
 
 
@@ -146,7 +146,7 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probability and rank of the sampled tokens, and log-probabilities and ids of the `top` likeliest."""
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, tokens.long().clamp(max=logits.shape[-1] - 1)[:, None])  # NOTHING is out of range
+    chosen = logprobs.gather(1, tokens.long().clamp(max=logits.shape[-1] - 1)[:, None])  # NO_TOKEN is out of range
     rank = (logprobs > chosen).sum(-1) + 1
     values, ids = logprobs.topk(top, dim=-1)
     return chosen[:, 0], rank, values, ids

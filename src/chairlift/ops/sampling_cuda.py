@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from chairlift.ops.filters import NOTHING, Filters
+from chairlift.ops.filters import NO_TOKEN, Filters
 
 _PROGRAMS = 512  # about, per batch: a few per multiprocessor; also the most per row
 _TILE = 2048  # logits per iteration of a program
-_NOTHING = tl.constexpr(NOTHING)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _SHIFTS = {
     torch.float32: 0,
     torch.float16: 13,
@@ -24,7 +24,7 @@ _SHIFTS = {
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of each row's highest logit, the first of equal ones; NOTHING if no logit is above -inf."""
+    """Return the id of each row's highest logit, the first of equal ones; NO_TOKEN if no logit is above -inf."""
     return _search(logits, None, None, None)
 
 
@@ -107,7 +107,7 @@ def _best_of_part(
     at = row * tl.num_programs(1) + part
     tl.store(values_at + at, top)
     chosen = tl.min(tl.where(best == top, found, 0x7FFFFFFF), 0).to(tl.int64)
-    tl.store(ids_at + at, tl.where(top > float("-inf"), chosen, _NOTHING))
+    tl.store(ids_at + at, tl.where(top > float("-inf"), chosen, _NO_TOKEN))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -116,8 +116,8 @@ def _best_of_all(values_at, ids_at, tokens_at, parts, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     values = tl.load(values_at + row * parts + part, mask=part < parts, other=float("-inf"))
-    ids = tl.load(ids_at + row * parts + part, mask=part < parts, other=_NOTHING)
-    tl.store(tokens_at + row, tl.min(tl.where(values == tl.max(values, 0), ids, _NOTHING), 0))
+    ids = tl.load(ids_at + row * parts + part, mask=part < parts, other=_NO_TOKEN)
+    tl.store(tokens_at + row, tl.min(tl.where(values == tl.max(values, 0), ids, _NO_TOKEN), 0))
 
 
 @triton.jit

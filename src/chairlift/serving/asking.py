@@ -185,7 +185,7 @@ def limits_of(hello: Hello) -> Limits:
 
 def room_of(hello: Hello, params: SamplingParams) -> Room:
     """Return how many tokens a prompt may have, and how many are kept of a longer one."""
-    return Room(hello.max_length - 1, limits_of(hello).kept(params))
+    return Room(hello.max_length - 1, limits_of(hello).kept_prompt_tokens(params))
 
 
 def check_sizes(body: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Between text and tokens: tokenizers, chat templates, the incremental detokenizer, and answers.
+"""Text to tokens and back: tokenizers, chat templates, the incremental detokenizer, and answers.
 
-Everything here is plain CPU work on strings and ids, and imports without torch or a web framework. Nothing here may
-know of the engine, batches or the model that runs: only of its vocabulary, its chat template and a request's updates.
+Modules here process strings and ids on the CPU and import neither torch nor a web framework. They may use a model's
+vocabulary and chat template and a request's updates, but not the engine, batches or the model itself.
 """

@@ -13,7 +13,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 class AnswerReader:
-    """Turns a sequence's tokens into an Answer, and ends it when its text meets a stop string."""
+    """Builds an Answer from a sequence's tokens, and ends it at a stop string."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class AnswerReader:
         scores: Sequence[TokenLogprobs] = (),
         error: str | None = None,
     ) -> Chunk | None:
-        """Take the next tokens and the sequence's end, if it has ended; None if the answer had ended before.
+        """Read the next tokens, and the sequence's end if it has ended; return None if the answer had ended before.
 
-        A stop string ends the answer with the token that completes it: later tokens are left out. `scores` has an
-        entry for each token, or none.
+        A stop string ends the answer with the token that completes it: later tokens are dropped. `scores` has one entry
+        per token, or none.
         """
         answer, detokenizer = self.answer, self._detokenizer
         if answer.finish_reason is not None:
             return None
         text = ""
         if detokenizer is not None and tokens:
-            # A stop token or the model's own end is a token of the answer, but not a part of its text.
+            # A stop token or eos is a token of the answer, but not part of its text.
             is_cut = reason is FinishReason.STOP and not self._params.include_stop_str_in_output
             text = detokenizer.push(tokens[:-1] if is_cut else tokens)
             if detokenizer.stop_tokens is not None:
@@ -86,7 +86,7 @@ class AnswerReader:
         return found
 
     def _end(self, tokens: Sequence[int], reason: FinishReason | None, error: str | None) -> str:
-        """Record why the answer has ended; return the text that was held back until now."""
+        """Record the finish reason; return the text that was held back until now."""
         answer, detokenizer = self.answer, self._detokenizer
         text = "" if detokenizer is None else detokenizer.finish()
         if detokenizer is not None and detokenizer.stopped is not None and error is None:

@@ -1,4 +1,4 @@
-"""Limits that a child process sets on itself before it runs what others wrote: memory, and seconds for each job.
+"""Limits that a child process sets on itself before it processes untrusted input: memory, and seconds per job.
 
 The kernel enforces both, so they hold inside a C function and after the parent process has ended.
 """
@@ -17,23 +17,23 @@ _STATM = Path("/proc/self/statm")
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours as a child process; `-P` keeps the working directory off its path."""
+    """Return the command that runs one of our modules in a child; `-P` keeps the working directory off sys.path."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """The environment of a child: it finds the package where this process has found it, and starts no threads."""
+    """Return a child's environment: it imports the same package as this process, and starts no tokenizer threads."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def confine(memory: int) -> None:
-    """Allow this process so many bytes more than it has now, and offer it to the kernel first when memory is short."""
+    """Limit this process to `memory` bytes more than it has now, and make it the kernel's first choice to kill."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if not _STATM.exists():  # elsewhere than on Linux a process does not know its size
+    if not _STATM.exists():  # not Linux: the process's size is unknown
         return
     import resource
 
@@ -45,14 +45,14 @@ def confine(memory: int) -> None:
 
 
 def resident() -> int:
-    """The bytes of memory that this process uses; 0 where that is not known."""
+    """Return the bytes of memory that this process uses; 0 if unknown."""
     return _pages()[1] if _STATM.exists() else 0
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """End this process by SIGALRM unless the block is left in time."""
-    if sys.platform == "win32":  # it has no such timer
+    """End this process by SIGALRM if the block takes longer."""
+    if sys.platform == "win32":  # has no such timer
         yield
         return
     signal.setitimer(signal.ITIMER_REAL, seconds)

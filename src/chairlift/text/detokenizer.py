@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and never a piece of a stop string."""
+"""Tokens to text, incrementally: whole characters only, and never part of a stop string."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,12 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence, growing token by token.
+    """The text of one sequence, token by token.
 
-    Tokens are bytes, so each costs its own length and nothing is decoded twice. After the last token, the text is what
-    `Tokenizer.decode` gives for the prompt and the output together, less the prompt's. One case differs: where a
-    byte-fallback vocabulary produces broken UTF-8, `decode` takes back the good characters just before it, and a
-    stream cannot; it replaces the broken bytes alone.
+    Tokens are bytes, so each costs its own length and none is decoded twice. After the last token, the text equals
+    `Tokenizer.decode` of prompt and output together, without the prompt's text. One case differs: where a byte-fallback
+    vocabulary produces broken UTF-8, `decode` also replaces valid characters just before it; a stream has already
+    returned those, and replaces the broken bytes alone.
 
     >>> ggml = {"model": "gpt2", "pre": "gpt-2", "tokens": ["h", "i", "hi", "!"], "merges": ["h i"]}
     >>> tokenizer = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in ggml.items()})
@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self.stop_tokens: int | None = None
-        """How many of the pushed tokens it took to complete the stop string."""
+        """The number of pushed tokens up to the end of the stop string."""
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.pieces.errors)
@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self._pushed = 0
         self._shown: list[str] = []
-        self._is_open = any(map(self._bytes, prompt_ids))  # the first token that shows is usually among the first two
+        self._is_open = any(map(self._bytes, prompt_ids))  # the first token with text is usually among the first two
         self._utf8.decode(self._tail(prompt_ids))
 
     @property
@@ -52,12 +52,12 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All that was returned so far."""
+        """All text returned so far."""
         self._shown = ["".join(self._shown)]
         return self._shown[0]
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take the next tokens and return the text that is now safe to show; after a stop string, nothing."""
+        """Read the next tokens and return the text that is now safe to show; after a stop string, nothing."""
         text = ""
         for id in ids:
             if self.stop_tokens is not None:
@@ -67,14 +67,14 @@ class IncrementalDetokenizer:
         return self._show(text)
 
     def finish(self) -> str:
-        """Return what was held back: unfinished characters, as U+FFFD, and what might have become a stop string."""
+        """Return the text held back: incomplete characters, as U+FFFD, and a possible beginning of a stop string."""
         if self.stopped is not None:
             return ""
         last = self._advance(self._utf8.decode(b"", final=True))
         return self._show(last + self._stops.flush())
 
     def _advance(self, piece: str) -> str:
-        # A stop string counts from the first token after min_tokens on, wherever it began.
+        # A stop string counts if it ends after the first min_tokens tokens, wherever it began.
         safe = self._stops.feed(piece, armed=self._pushed > self._min_tokens)
         if self._stops.found is not None:
             self.stop_tokens = self._pushed
@@ -98,7 +98,7 @@ class IncrementalDetokenizer:
         return b"" if id in self._hidden else self._tokenizer.token_bytes(id)
 
     def _tail(self, prompt_ids: Sequence[int]) -> bytes:
-        """The end of the prompt's bytes: if it breaks off inside a character, the output begins by completing it."""
+        """Return the end of the prompt's bytes: the output completes a character that the prompt leaves incomplete."""
         tail = b""
         for id in reversed(prompt_ids):
             tail = self._bytes(id) + tail

@@ -8,12 +8,12 @@ LENGTH_BYTES = 4
 
 
 def length_of(message: bytes) -> bytes:
-    """The bytes that go before a message."""
+    """Return the length prefix of a message."""
     return len(message).to_bytes(LENGTH_BYTES, "big")
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next message; None when the other side has closed the pipe."""
+    """Return the next message; None if the other process has closed the pipe."""
     head = stream.read(LENGTH_BYTES)
     if len(head) < LENGTH_BYTES:
         return None
@@ -23,7 +23,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 
 def write_frame(stream: IO[bytes], message: bytes) -> None:
-    """Send a message."""
+    """Write a message with its length."""
     stream.write(length_of(message))
     stream.write(message)
     stream.flush()

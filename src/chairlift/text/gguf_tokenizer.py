@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries in its metadata, rebuilt for the `tokenizers` library."""
+"""The tokenizer in a GGUF file's metadata, rebuilt for the `tokenizers` library."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from chairlift.core.errors import ModelError
 from chairlift.core.values import Values, one_line, show
 from chairlift.text.splits import SPLITS, Split
 
-MAX_TOKENS: Final = 1 << 20  # four times the largest vocabulary there is; each takes hundreds of bytes here
+MAX_TOKENS: Final = 1 << 20  # four times the largest known vocabulary; each token takes hundreds of bytes here
 
-# The values of tokenizer.ggml.token_type that matter here.
+# The values of tokenizer.ggml.token_type that are read here.
 _NORMAL: Final = 1
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
@@ -23,7 +23,7 @@ _USER_DEFINED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
-    """A backend that knows its added tokens, and what the file says of bos and eos."""
+    """A backend with its added tokens, and the file's bos and eos."""
 
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
@@ -61,7 +61,7 @@ def read(metadata: Mapping[str, Any]) -> GgufVocabulary:
 def _backend(
     keys: Values, tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[tokenizers.Tokenizer, bool, tuple[int | None, int | None]]:
-    """The tokenizer of the file's kind, and what the kind has where a file does not say: whether bos, bos and eos."""
+    """Return the tokenizer, and its model's defaults for add_bos and for the ids of bos and eos."""
     family = keys.text("model", "(none named)")
     try:
         if family == "gpt2":
@@ -73,14 +73,12 @@ def _backend(
     except ModelError:
         raise
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(
-            f"the GGUF file's vocabulary does not fit together: {one_line(error)}; download it again"
-        ) from error
+        raise ModelError(f"the GGUF file's vocabulary is inconsistent: {one_line(error)}; download it again") from error
     raise ModelError(f"the GGUF tokenizer is of the kind {show(family)}; known are 'gpt2' and 'llama'")
 
 
 def _token_id(keys: Values, key: str, size: int, default: int | None = None) -> int | None:
-    """The id of a special token; None for one that the vocabulary does not have."""
+    """Return the id of a special token; None if the vocabulary does not have it."""
     found = keys.ids(key, size) if keys.has(key) else [] if default is None else [default]
     return found[0] if found and found[0] < size else None
 
@@ -90,7 +88,7 @@ def _tokens(keys: Values) -> list[str]:
         raise ModelError("the GGUF file carries no tokenizer (tokenizer.ggml.tokens): use one converted with it")
     if len(keys.texts("tokens")) > MAX_TOKENS:
         raise ModelError(f"the GGUF file has {len(keys.texts('tokens')):,} tokens: at most {MAX_TOKENS:,} are read")
-    # Padding of a vocabulary is at times written as empty strings, which could not be told apart.
+    # Some files pad the vocabulary with empty strings, which would be equal tokens.
     tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(keys.texts("tokens"))]
     if len(set(tokens)) != len(tokens):
         twice = next(token for token, number in Counter(tokens).items() if number > 1)
@@ -103,7 +101,7 @@ def _split(name: str) -> Split:
     if split is None:
         raise ModelError(
             f"the GGUF pre-tokenizer {show(name)} is not known; known are {', '.join(sorted(SPLITS))}: "
-            "use the model's safetensors folder, whose tokenizer.json says how to split"
+            "use the model's safetensors folder, with a tokenizer.json that defines the split"
         )
     return split
 
@@ -145,7 +143,7 @@ def _sentencepiece(
 
 
 def _merges_by_score(words: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose whole scores best; each way to cut a word in two is such a pair."""
+    """Return all cuts of a word into two tokens, best score of the word first: SentencePiece merges in that order."""
     ranked = [
         (-scores[id], left_id, right_id, word[:cut], word[cut:])
         for word, id in words.items()

@@ -1,4 +1,4 @@
-"""What a caller gets back, in the shape that users of vLLM know."""
+"""The results that a caller reads, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability, its rank among all, and its text."""
+    """A token's log-probability, its rank in the vocabulary, and its text."""
 
     logprob: float
     rank: int
@@ -16,7 +16,7 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """One of a request's n answers, as far as it has been generated."""
+    """One of a request's n answers, complete or in progress."""
 
     index: int = 0
     text: str = ""
@@ -24,7 +24,7 @@ class Answer:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None for the model's own end
+    stop_reason: int | str | None = None  # the stop token or string that ended it; None for eos
     error: str | None = None
 
 
@@ -40,7 +40,7 @@ class Chunk:
     index: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # one entry for each token, where they were asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # one entry per token, if requested
 
     def join(self, later: Chunk) -> None:
         """Append the chunk that follows this one."""
@@ -100,7 +100,7 @@ class RequestOutput:
 
 
 def best(answers: list[Answer], n: int) -> list[Answer]:
-    """Return the n likeliest answers, the likeliest first and renumbered; failed answers come before all others.
+    """Return the n likeliest answers, the likeliest first and renumbered; failed answers precede all others.
 
     >>> found = best([Answer(0, "a", cumulative_logprob=-3.0), Answer(1, "b", cumulative_logprob=-2.0)], 1)
     >>> found[0].text, found[0].index

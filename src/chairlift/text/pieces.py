@@ -1,4 +1,4 @@
-"""Which bytes a token stands for: the part of a tokenizer's decoder that an incremental reader needs."""
+"""The bytes of each token: the part of a tokenizer's decoder that incremental decoding needs."""
 
 import codecs
 import json
@@ -10,12 +10,12 @@ from tokenizers import decoders
 
 from chairlift.core.errors import ModelError
 
-_SPACE = "▁"  # how SentencePiece writes a space
+_SPACE = "▁"  # a space in SentencePiece
 _EACH_BYTE = "chairlift.replace-each-byte"
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one visible letter: itself if printable, else one from U+0100 on."""
+    """Return the byte of each letter in byte-level vocabularies: a printable byte is itself, others start at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
@@ -31,22 +31,24 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
     return "\ufffd" * (error.end - error.start), error.end
 
 
-# The two families of decoders differ in how many U+FFFD stand for a broken character: byte-level ones write one,
-# byte-fallback ones write one for each of its bytes.
+# Decoders differ in the number of U+FFFD for a broken character: byte-level decoders write one, byte-fallback decoders
+# one for each of its bytes.
 codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How the entries of a vocabulary are spelled in bytes, so that a text is the concatenation of its tokens."""
+    """The rules that give a vocabulary entry its bytes, so that a text is the concatenation of its tokens' bytes."""
 
     spell: Callable[[str], bytes]  # the bytes of a token inside a text
-    open: Callable[[bytes], bytes]  # what is left of the first token's bytes, at the very start of a text
-    errors: str  # the codec error handler that writes broken UTF-8 as the decoder does
+    open: Callable[
+        [bytes], bytes
+    ]  # the first token's bytes at the start of a text, without a leading space that encoding added
+    errors: str  # codec error handler for broken UTF-8
 
     @classmethod
     def of(cls, decoder: decoders.Decoder | None) -> "Pieces":
-        """Read the rules out of a `tokenizers` decoder."""
+        """Read the rules of a `tokenizers` decoder."""
         steps = _steps(decoder)
         if "ByteLevel" in steps:
             return cls(_spell_byte_level, _keep, "replace")
@@ -78,7 +80,7 @@ def _spell_sentencepiece(token: str) -> bytes:
 
 
 def _opening(steps: Mapping[str, Mapping[str, Any]]) -> Callable[[bytes], bytes]:
-    # SentencePiece puts a space before a text when it encodes, and takes it away again when it decodes.
+    # SentencePiece adds a space before a text when it encodes, and removes it when it decodes.
     if steps.get("Strip", {}).get("start", 0):
         return _drop_one_space
     if steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never":

@@ -1,4 +1,4 @@
-"""RequestReader: the engine's updates of one request as its answers, for LLM, AsyncEngine and the server alike."""
+"""RequestReader: builds a request's answers from the engine's updates, for LLM, AsyncEngine and the server."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 class Update(NamedTuple):
-    """What the engine reports of one sequence: any number of new tokens, and its end."""
+    """The engine's report on one sequence: any number of new tokens, and its end."""
 
-    answer: int  # which of the request's answers
+    answer: int  # index of the answer
     tokens: Sequence[int] = ()
     finish_reason: FinishReason | None = None
-    scores: Sequence[TokenLogprobs] = ()  # one for each token, or none
+    scores: Sequence[TokenLogprobs] = ()  # one per token, or none
     prompt_scores: PromptLogprobs | None = None
     error: str | None = None
     started: float | None = None  # when the sequence first entered the batch; read with the request's first token
-    cached: int = 0  # prompt tokens that the prefix cache had then
+    cached: int = 0  # prompt tokens found in the prefix cache then
 
 
 class RequestReader:
-    """Turns the updates of one request into its RequestOutput."""
+    """Builds the RequestOutput of one request from its updates."""
 
     def __init__(
         self,
@@ -58,19 +58,19 @@ class RequestReader:
             self.output.prompt_logprobs = [None] * len(prompt)
 
     def read(self, update: Update, now: Callable[[], float]) -> Chunk | None:
-        """Take in one update; return what it adds to its answer, or None if it adds nothing.
+        """Read one update; return the chunk that it adds to its answer, or None if it adds nothing.
 
-        An answer that met a stop string has a chunk with a finish_reason though the update has none: the caller has
-        the engine stop its sequence.
+        After a stop string the chunk has a finish_reason though the update has none: the caller must then have the
+        engine stop the sequence.
         """
         if update.prompt_scores is not None:
             self._read_prompt_scores(update.prompt_scores)
         reason = update.finish_reason
         if (not update.tokens and reason is None) or update.answer >= len(self._readers):
-            return None  # an update of the prompt alone, or of a beam that is not among the n best
+            return None  # an update of the prompt alone, or of a beam outside the n best
         chunk = self._readers[update.answer].read(update.tokens, reason, update.scores, update.error)
         if chunk is None:
-            return None  # tokens that were computed before the engine knew of the stop string
+            return None  # tokens computed before the engine stopped the sequence
         metrics = self.output.metrics
         if chunk.token_ids:
             if metrics.first_token is None:
@@ -82,7 +82,7 @@ class RequestReader:
         return chunk
 
     def unread(self, index: int, tokens: list[int], prompt_length: int) -> list[int]:
-        """Return the tokens of a sequence, given with its prompt, that have not been read yet."""
+        """Return the output tokens of a sequence that have not been read yet; `tokens` includes the prompt."""
         if index >= len(self._readers):
             return []
         return tokens[prompt_length + len(self._readers[index].answer.token_ids) :]

@@ -1,9 +1,9 @@
-"""A Jinja environment in which a model author's template cannot escape, and in which most that run away are stopped.
+"""A Jinja sandbox for the templates of model authors, with limits on steps and on the size of values.
 
-Jinja's own sandbox keeps a template from Python's internals, but not from looping for ever or filling the memory.
-Here every loop item, every call and every `range` is paid for out of one purse per rendering, and no value may grow
-past a limit: such a template is refused within a second or two, with the reason. One operation can still take hours
-or all memory (a format's width, a filter on huge arguments); the process that renders has limits against these
+Jinja's own sandbox keeps a template from Python's internals, but not from endless loops or filling the memory. Here
+every loop item, call and item of a `range` counts against one budget of steps per rendering, and no value may grow past
+a limit: such a template is rejected within a second or two, with the reason. One operation can still take hours or all
+memory (a format's width, a filter on huge arguments); the process that renders has limits against these
 (`template_process.py`, `serving/text_process.py`).
 """
 
@@ -20,19 +20,19 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Far above any honest conversation, which has thousands of messages at most; spending it all takes a second or two.
+# Far above real conversations, which have thousands of messages at most; this many steps take a second or two.
 MAX_STEPS = 1_000_000
-CALL_STEPS = 4  # what a call takes of time, counted in loop items
+CALL_STEPS = 4  # the time of a call, in loop items
 MAX_SIZE = 1 << 24
 MAX_BITS = 4096
 
-_purse: ContextVar[int] = ContextVar("chat template steps left", default=0)
+_steps_left: ContextVar[int] = ContextVar("chat template steps left", default=0)
 _SEQUENCES = (str, list, tuple)
 T = TypeVar("T")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment chat templates are written for, as transformers set it up, with bounds on time and memory."""
+    """The environment that transformers renders chat templates in, with limits on time and memory."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -41,10 +41,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters |= {"tojson": _to_json, "metered": _metered, "bounded": _bounded, "concatenated": _concatenated}
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "range": _range}
-        del self.globals["lipsum"]  # any amount of filler text, from one number
+        del self.globals["lipsum"]  # writes any amount of text
 
     def bind(self, tree: nodes.Template) -> nodes.Template:
-        """Put every loop and every joining of texts in a parsed template under the bounds."""
+        """Apply the limits to every loop and concatenation of a parsed template."""
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = self._through("metered", loop.iter)
         for concat in list(tree.find_all(nodes.Concat)):
@@ -59,8 +59,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return made
 
     def render(self, template: Any, variables: dict[str, Any]) -> str:
-        """Render a template of this environment with a full purse, giving up when the text grows too long."""
-        _purse.set(MAX_STEPS)
+        """Render a template of this environment with a new budget of steps; raise an error if the text is too long."""
+        _steps_left.set(MAX_STEPS)
         chunks: list[str] = []
         size = 0
         for chunk in template.generate(variables):
@@ -70,11 +70,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(chunks)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 as Jinja has it
-        _pay(CALL_STEPS)
+        _spend(CALL_STEPS)
         return _bounded(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        # Products and powers are refused before they are made; a sum is at most twice what was allowed before.
+        # Products and powers are checked before they are computed; a sum is at most twice the limit.
         if operator == "*":
             sequence, count = (left, right) if isinstance(left, _SEQUENCES) else (right, left)
             if isinstance(sequence, _SEQUENCES) and isinstance(count, int):
@@ -85,7 +85,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; for serving it is only a scope."""
+    """`{% generation %}` marks the assistant's text, for training; for serving it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 as Jinja has it
 
@@ -95,11 +95,11 @@ class Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _pay(steps: int) -> None:
-    left = _purse.get() - steps
+def _spend(steps: int) -> None:
+    left = _steps_left.get() - steps
     if left < 0:
         raise TemplateRuntimeError(f"it takes more than {MAX_STEPS:,} steps")
-    _purse.set(left)
+    _steps_left.set(left)
 
 
 def _limit_size(size: int) -> None:
@@ -120,15 +120,15 @@ def _bounded(value: T) -> T:
     return value
 
 
-# These take the context only so that Jinja cannot run them on constants when it compiles, out of any rendering.
+# pass_context keeps Jinja from running these filters on constants at compile time, outside of any rendering.
 @pass_context
 def _metered(context: Context, items: Iterable[Any]) -> Iterable[Any]:
     if isinstance(items, Sized):
-        _pay(len(items))
+        _spend(len(items))
         return items
     paid = []
     for item in items:
-        _pay(1)
+        _spend(1)
         paid.append(item)
     return paid
 
@@ -140,7 +140,7 @@ def _concatenated(context: Context, values: Iterable[Any]) -> str:
 
 def _range(*args: int) -> range:
     span = range(*args)
-    _pay(len(span))
+    _spend(len(span))
     return span
 
 
@@ -151,7 +151,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on it; Jinja's own filter would escape it for HTML."""
+    """Return JSON as in training data; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""How byte-level BPE models cut a text into words before merging, under the names GGUF files give them.
+"""The patterns by which byte-level BPE models cut a text into words before merging, by pre-tokenizer name in GGUF.
 
 The names are those of llama.cpp; the patterns are facts about each model's own tokenizer. llama.cpp does not normalise
 Unicode; where the model's own tokenizer composes characters first (NFC), so do we.
@@ -16,24 +16,24 @@ _ONE_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 
 
 def _words(digits: str) -> str:
-    """Words with one leading mark, digits in groups, punctuation with the line ends after it."""
+    """Return the pattern of words with one leading mark, digits in groups, and punctuation with its line ends."""
     return rf"{_ENGLISH}|{_LEAD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"
 
 
 def _cased_words(digits: str, ending: str = "") -> str:
-    """Words that also break where a lower-case letter is followed by an upper-case one."""
+    """Return the pattern of words that also break between a lower-case and an upper-case letter."""
     words = f"{_LEAD}{_UPPER}*{_LOWER}+{ending}|{_LEAD}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The patterns to cut with, one after the other, and the habits of the models that use them."""
+    """The patterns to cut with, in order, and the conventions of the models that use them."""
 
     patterns: tuple[str, ...]
     composes: bool = False  # to NFC, before anything else
-    whole_words_first: bool = False  # a word that is itself a token is taken as one, whatever the merges say
-    adds_bos: bool = False  # when the file does not say
+    whole_words_first: bool = False  # a word that is a token is that token, whatever the merges
+    adds_bos: bool = False  # default for files without add_bos_token
 
 
 _GPT2_SPLIT = Split((_GPT2,))
@@ -82,6 +82,6 @@ SPLITS: Mapping[str, Split] = {
     "deepseek-v3": _DEEPSEEK3,
     "hunyuan-dense": _DEEPSEEK3,
     "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    # What llama.cpp does with files that name no pre-tokenizer.
+    # llama.cpp's patterns for files that name no pre-tokenizer.
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }

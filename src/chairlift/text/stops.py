@@ -1,4 +1,4 @@
-"""Stop strings: where a text that arrives in pieces must end, and what of it is safe to show before."""
+"""Stop strings: the end of a text that is generated in pieces, and the part that is safe to show before it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from chairlift.core.errors import RequestError
 class StopSearch:
     """Finds the first stop string, and holds back the longest end of the text that could become one.
 
-    What is held back is shorter than the longest stop string, so a piece costs the same however long the text is.
+    The text held back is shorter than the longest stop string, so the cost of a piece does not grow with the text.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -22,7 +22,7 @@ class StopSearch:
         self._held = ""
 
     def feed(self, piece: str, armed: bool = True) -> str:
-        """Take the next piece of text and return what can be shown; unless armed, stop strings that end in it pass."""
+        """Read the next piece of text and return the text to show; unless armed, ignore stop strings that end in it."""
         if not self._stops:
             return piece
         text = self._held + piece
@@ -36,22 +36,22 @@ class StopSearch:
         return text[:safe]
 
     def flush(self) -> str:
-        """Return what was held back: nothing more will come, so it can become no stop string."""
+        """Return the text held back: the text has ended, so it can complete no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _match(self, text: str, seen: int) -> tuple[int, str] | None:
-        """Of the stop strings that end in the new part, the one that begins first, and of those the shortest."""
+        """Return the first, then shortest, stop string that ends in the new part, with its start."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            # Starting the search here leaves out matches that ended in a part already seen, and so were let pass.
+            # Starting the search here skips matches that end before the new part: they were ignored then.
             start = text.find(stop, max(0, seen - len(stop) + 1))
             if start >= 0 and (best is None or (start, len(stop)) < best[:2]):
                 best = (start, len(stop), stop)
         return None if best is None else (best[0], best[2])
 
     def _safe(self, text: str) -> int:
-        """How much of the text no stop string can begin in any more."""
+        """Return the length of the text in which no incomplete stop string begins."""
         end = len(text)
         for start in range(max(0, end - self._longest + 1), end):
             if text[start] in self._firsts:

@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to the one prompt the model was taught to read."""
+"""Chat templates: a conversation as the prompt that the model was trained on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from chairlift.text.sandbox import Sandbox
 Message = Mapping[str, Any]
 
 _sandbox = Sandbox()
-# Stands where an open message breaks off. The space at its end tells whether the template trims messages.
+# Marks the end of a message to continue. Its last space shows whether the template trims messages.
 _BREAK = "\ue000break\ue001 "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -23,7 +23,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 class _Compiled:
     template: jinja2.Template
     reads_parts: bool  # it loops over the parts of a message's content
-    reads_strings: bool  # it asks whether the content is a string, or never looks inside it
+    reads_strings: bool  # it tests whether the content is a string, or never loops over it
 
 
 def render(
@@ -37,11 +37,11 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> str:
-    """Write a conversation as a prompt; the result is that of transformers' apply_chat_template.
+    """Return a conversation as a prompt, equal to that of transformers' apply_chat_template.
 
-    With `continue_final_message` the prompt breaks off inside the last message, so that the model goes on with it;
-    no generation prompt is added then. Further keywords are variables for the template (`enable_thinking=False`).
-    A template that nobody has looked at can take all memory: `template_process.py` renders with limits.
+    With `continue_final_message` the prompt ends inside the last message, so that the model continues it; no generation
+    prompt is added then. Further keywords are variables for the template (`enable_thinking=False`). An untrusted
+    template can take all memory: `template_process.py` renders with limits.
 
     >>> template = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
     >>> render(template, [{"role": "user", "content": "Hi"}], bos_token=None, eos_token="</s>")
@@ -64,11 +64,11 @@ def render(
     }
     try:
         prompt = _sandbox.render(compiled.template, variables)
-    except MemoryError:  # of a process that has a limit, which says so itself
+    except MemoryError:  # reported by the process that set the limit
         raise
     except RecursionError:
         raise RequestError("the chat template cannot write this conversation: it is nested too deep") from None
-    except Exception as error:  # a template is a program: anything can go wrong in it
+    except Exception as error:  # a template is a program and may raise anything
         raise RequestError(f"the chat template refuses this conversation: {_line(error)}") from error
     return prompt if open_text is None else _until_break(prompt, open_text)
 
@@ -84,7 +84,7 @@ def _compile(template: str) -> _Compiled:
         raise
     except RecursionError:
         raise RequestError("the chat template cannot be read: it is nested too deep") from None
-    except Exception as error:  # also of Python's compiler, which has limits of its own
+    except Exception as error:  # Python's compiler has limits, too
         raise RequestError(f"the chat template cannot be read: {_line(error)}") from error
 
 
@@ -102,7 +102,7 @@ def _is_content(node: nodes.Node | None) -> bool:
 
 
 def _plain(message: Message, index: int, compiled: _Compiled) -> dict[str, Any]:
-    """The message as the template wants it: one string, or a list of parts."""
+    """Return the message with its content as the template reads it: one string, or a list of parts."""
     if not isinstance(message, Mapping):
         raise RequestError(f"message {index} is a {type(message).__name__}; send an object with a role and a content")
     plain = dict(message)

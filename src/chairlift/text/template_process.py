@@ -1,9 +1,9 @@
-"""Chat templates in a child process, with a limit on time and memory: a template is a program of a model's author.
+"""Chat templates in a child process, with a limit on time and memory: a template is an untrusted program.
 
 The sandbox counts loops and calls, but one operation can take all memory or hours: '%1000000000d' % 1, a list that
-holds itself twice over, a filter on huge arguments. So a template never runs in the process that holds the model. One
-child serves all templates of this process; it starts with the first and ends when this process does. A rendering
-takes about 0.1 ms longer than it would here.
+contains itself twice, a filter on huge arguments. So a template never runs in the process with the model. One child
+renders all templates of this process; it starts with the first and ends with this process. A rendering takes about
+0.1 ms longer than in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chairlift.text.confined import OUT_OF_MEMORY, TIMED_OUT, command, confine, 
 from chairlift.text.frames import read_frame, write_frame
 from chairlift.text.template import Message, render
 
-SECONDS = 5.0  # a rendering takes milliseconds; spending all that the sandbox allows, a second or two
+SECONDS = 5.0  # a rendering takes milliseconds; with all steps that the sandbox allows, a second or two
 MEMORY = 1 << 29  # bytes
 _KILLED = "the process that renders chat templates was killed twice: is the machine short of memory?"
 
@@ -42,7 +42,7 @@ class TemplateProcess:
         self._owner = 0  # the process that started the child; a fork of it must start its own
 
     def render(self, template: str, messages: Sequence[Message], /, **options: Any) -> str:
-        """Write a conversation as a prompt."""
+        """Return a conversation as a prompt."""
         try:
             asked = json.dumps([template, list(messages), options], default=_plain).encode()
         except (TypeError, ValueError) as error:
@@ -64,7 +64,7 @@ class TemplateProcess:
             child.communicate()
 
     def _ask(self, asked: bytes) -> tuple[str | None, str] | None:
-        """The text or an error; None if the child has ended for no reason of the template's."""
+        """Return the text or an error; None if the child has ended for another reason than the template."""
         child = self._running()
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -72,7 +72,7 @@ class TemplateProcess:
             answer = read_frame(child.stdout)
         except BrokenPipeError:
             answer = None
-        except BaseException:  # such as Ctrl-C: the answer to this would be taken for the next one's
+        except BaseException:  # such as Ctrl-C: the next call would read this call's answer
             self.close()
             raise
         if answer is not None:
@@ -102,7 +102,7 @@ class TemplateProcess:
 
 
 def too_much_memory(memory: int) -> str:
-    """What is said of a template that was refused more memory."""
+    """Return the error of a template that reached the memory limit."""
     return f"the chat template takes more than {memory >> 20} MiB of memory with this conversation: use another"
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, on the `tokenizers` library."""
+"""Text to token ids and back, with the `tokenizers` library."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,7 +18,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Tokenizer:
-    """A model's vocabulary: ids for text, text for ids, and the chat template that came with it.
+    """A model's tokenizer: ids of a text, text of ids, and the model's chat template.
 
     >>> ggml = {"model": "gpt2", "pre": "gpt-2", "tokens": ["h", "i", "hi", "!"], "merges": ["h i"]}
     >>> tokenizer = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in ggml.items()})
@@ -43,7 +43,7 @@ class Tokenizer:
         self.pieces = Pieces.of(backend.decoder)
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
-        self.pad_token = pad_token  # nothing is padded here; clients that use the tokenizer from afar may want it
+        self.pad_token = pad_token  # not used here; clients may ask a server for it
         self.chat_template = chat_template
         self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> "Tokenizer":
-        """Read tokenizer.json and what stands beside it, giving the ids that transformers gives."""
+        """Read tokenizer.json and the config files beside it; the ids equal those of transformers."""
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ModelError(
@@ -59,7 +59,7 @@ class Tokenizer:
                 "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         found = _read(path / "tokenizer_config.json")
-        if "added_tokens_decoder" not in found:  # an older folder, which says in a file of its own what is special
+        if "added_tokens_decoder" not in found:  # an older folder, with special tokens in their own file
             found |= _read(path / "special_tokens_map.json")
         config = Values(path / "tokenizer_config.json", found)
         backend = _read_backend(file)
@@ -67,8 +67,8 @@ class Tokenizer:
         _add_tokens(backend, [*_listed_tokens(config), *named.values(), *_extra_tokens(config, found)])
         ids = {key: backend.token_to_id(token.content) for key, token in named.items()}
         bos, eos = ids.get("bos_token"), ids.get("eos_token")
-        # tokenizer.json decides on bos and eos. Where it adds neither, the flags are heard, as up to transformers 4;
-        # 5 ignores them, and so leaves out a bos that some models were trained with.
+        # tokenizer.json decides on bos and eos. If it adds neither, the flags apply, as up to transformers 4; version 5
+        # ignores them, and so omits a bos that some models were trained with.
         adds_bos, adds_eos = config.flag("add_bos_token"), config.flag("add_eos_token")
         if backend.num_special_tokens_to_add(is_pair=False) == 0:
             surround(backend, bos if adds_bos else None, eos if adds_eos else None)
@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        """Build the tokenizer that a GGUF file carries in its metadata."""
+        """Build the tokenizer in a GGUF file's metadata."""
         vocabulary = gguf_tokenizer.read(metadata)
         values = Values("the GGUF file", metadata)
         bos, eos = vocabulary.bos_token_id, vocabulary.eos_token_id
@@ -107,50 +107,50 @@ class Tokenizer:
         return None if self.eos_token_id is None else self.backend.id_to_token(self.eos_token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; special tokens written in it are recognised, and bos and eos added if the model has so."""
+        """Return the ids of a text; its special tokens are recognised, and bos and eos added if the model uses them."""
         _require_unicode(text)
-        # A batch of one would start the library's threads, which then complain about every fork of this process.
+        # A batch of one would start the library's threads, which log a warning for every fork of this process.
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of many texts, on all cores."""
+        """Return the ids of many texts, computed on all cores."""
         for text in texts:
             _require_unicode(text)
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of the ids, with no tidying of spaces; ids outside the vocabulary stand for nothing."""
+        """Return the text of the ids, without clean-up of spaces; ids outside the vocabulary are skipped."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def spell_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Words in token ids, at the start of a text and after a space; each spelling once."""
+        """Return the token ids of words, at the start of a text and after a space, without duplicates."""
         spelled = (self.encode(lead + word, add_special_tokens=False) for word in words for lead in ("", " "))
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in spelled if ids)]
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes of UTF-8 that one token stands for: a text of N bytes has at least N / longest_token tokens.
+        """The most bytes of UTF-8 in one token: a text of N bytes has at least N / longest_token tokens.
 
-        A normalizer that deletes or composes characters makes a text shorter before it is cut; a text would have to be
-        almost nothing but those to have fewer tokens than this says.
+        A normalizer that deletes or composes characters shortens a text first; only a text of almost only such
+        characters can have fewer tokens.
         """
         return max((len(self.pieces.spell(token)) for token in self.backend.get_vocab()), default=1) or 1
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes one token adds to a text; they need not be whole characters."""
+        """Return the bytes that one token adds to a text; they need not be whole characters."""
         if (known := self._bytes.get(id)) is None:
             token = self.backend.id_to_token(id)
             known = self._bytes[id] = b"" if token is None else self.pieces.spell(token)
         return known
 
     def token_text(self, id: int) -> str:
-        """One token as text, with U+FFFD where its bytes are not a whole character."""
+        """Return one token as text, with U+FFFD for bytes that are not a whole character."""
         return self.token_bytes(id).decode(errors="replace")
 
 
 def surround(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> None:
-    """Have every encoded text begin and end with these tokens."""
+    """Add these tokens before and after every encoded text."""
     names = [None if id is None else backend.id_to_token(id) for id in (bos, eos)]
     before, after = ([name] if name is not None else [] for name in names)
     backend.post_processor = processors.TemplateProcessing(
@@ -182,7 +182,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def _added(config: Values, key: str, token: Any, special: bool = True) -> AddedToken:
-    """A token as the config files write it: a string, or an object with its flags."""
+    """Read a token from a config file: a string, or an object with flags."""
     if isinstance(token, str):
         token = {"content": token, "normalized": False}
     if not isinstance(token, dict):
@@ -193,7 +193,7 @@ def _added(config: Values, key: str, token: Any, special: bool = True) -> AddedT
 
 
 def _listed_tokens(config: Values) -> list[AddedToken]:
-    """The tokens of added_tokens_decoder, in the order of their ids."""
+    """Return the tokens of added_tokens_decoder, ordered by id."""
     key = "added_tokens_decoder"
     listed = config.part(key).items()
     if not all(id.isascii() and id.isdigit() and len(id) < 12 for id in listed):
@@ -202,7 +202,7 @@ def _listed_tokens(config: Values) -> list[AddedToken]:
 
 
 def _extra_tokens(config: Values, found: Mapping[str, Any]) -> list[AddedToken]:
-    """The special tokens that have no name of their own."""
+    """Return the special tokens without a key of their own."""
     tokens: list[AddedToken] = []
     for key in ("extra_special_tokens", "additional_special_tokens"):
         listed = found.get(key) or []
@@ -214,10 +214,10 @@ def _extra_tokens(config: Values, found: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add the tokens that only the config files name; those of tokenizer.json keep their ids and flags."""
+    """Add the tokens that only the config files have; tokens of tokenizer.json keep their ids and flags."""
     present = backend.get_added_tokens_decoder().values()
     plain, special = {token.content for token in present}, {token.content for token in present if token.special}
-    for token in tokens:  # the few that remain, one by one, so that new ids follow this order, special or not
+    for token in tokens:  # one by one, so that new ids follow this order, special or not
         if token.content not in (special if token.special else plain):
             backend.add_tokens([token])
 
