@@ -25,16 +25,11 @@ class Probe:
     """Seconds that answers of /health took, and the peak memory of the server's processes in MiB."""
 
     times: list[float] = field(default_factory=list)
-    peaks: dict[int, float] = field(default_factory=dict)  # by process, also of those that have ended since
+    memory: float = 0.0  # the largest sum of the peaks of processes that were there at one time
 
     @property
     def worst(self) -> float:
         return max(self.times)
-
-    @property
-    def memory(self) -> float:
-        """The sum of the processes' peaks."""
-        return sum(self.peaks.values())
 
 
 @contextmanager
@@ -52,7 +47,7 @@ def probing(server: Running) -> Iterator[Probe]:
                 while not answer.endswith(b"}"):
                     answer += connection.recv(65536)
                 found.times.append(time.monotonic() - begun)
-                found.peaks |= peaks(server.process.pid)
+                found.memory = max(found.memory, sum(peaks(server.process.pid).values()))
 
     thread = threading.Thread(target=ask)
     thread.start()
