@@ -161,7 +161,7 @@ def test_a_policy_shows_numbers_of_its_own() -> None:
     metrics.engine(IDLE)
     assert "chairlift:policy_stats" not in read(metrics.render()[0])
     metrics.engine(msgspec.structs.replace(IDLE, policy={"bins": 3.0}))
-    assert value(metrics, "policy_stats", name="bins") == 3
+    assert value(metrics, "policy_stats", stat="bins") == 3
 
 
 def test_blocks_that_were_swapped_are_counted_each_way() -> None:
@@ -370,6 +370,7 @@ def test_a_token_costs_next_to_nothing() -> None:
 def names_exposed() -> set[str]:
     metrics = Metrics("tiny")
     serve_some(metrics)
+    metrics.engine(msgspec.structs.replace(IDLE, policy={"bins": 1.0}, service={"alice": 1.0}, correlation=0.5))
     return set(read(metrics.render()[0]))
 
 

@@ -191,7 +191,7 @@ class Metrics:
         # These three have no series until they have a value.
         self._correlations = self._gauges("predictor_rank_correlation", "Spearman's, of predicted and true lengths.")
         self._services = self._gauges("tenant_service_tokens", "A tenant's service under the fair policy.", "tenant")
-        self._policies = self._gauges("policy_stats", "The scheduling policy's own numbers.", "name")
+        self._policies = self._gauges("policy_stats", "The scheduling policy's own numbers.", "stat")
         self._correlation: float | None = None
         self._service: Mapping[str, float] = {}
         self._policy: Mapping[str, float] = {}
