@@ -263,6 +263,9 @@ def test_health_is_answered_while_every_connection_has_a_request(tiny_model: Pat
         refused = server.post(COMPLETION, ONE)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert refused.headers["connection"] == "close"
+        client = stack.enter_context(connected(server))
+        client.sendall(stream[:-5])  # its body never arrives whole
+        assert read_all(client).lower().count(b"connection: close") == 1
         stack.close()
         server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200)
         adds_up(server)

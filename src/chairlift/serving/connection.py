@@ -96,7 +96,8 @@ class Parser(h11.Connection):
     def send(self, event: Any) -> Any:
         """Write an event; a response to a request that has not arrived whole closes the connection."""
         if type(event) is h11.Response and self.their_state is h11.SEND_BODY:
-            headers = [*event.headers.raw_items(), (b"Connection", b"close")]
+            headers = [each for each in event.headers.raw_items() if each[0].lower() != b"connection"]
+            headers.append((b"Connection", b"close"))
             event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
         return super().send(event)
 
