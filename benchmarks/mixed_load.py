@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 CLIENTS = 16
+PAUSE = 0.5  # seconds, the longest time between a client's requests
 ENDS = ("finished", "aborted", "rejected", "failed")
 
 
@@ -56,6 +57,7 @@ async def client(url: str, rng: random.Random, until: float, seen: Counter[str],
     """Send one request after another."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         while time.monotonic() < until and not wrong:
+            await asyncio.sleep(rng.uniform(0, PAUSE))
             path, body, expected = body_of(rng)
             leaves = rng.random() < 0.1
             try:

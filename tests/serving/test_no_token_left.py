@@ -39,7 +39,7 @@ def test_it_gets_an_error_object_and_others_their_answers(
         bodies = [cornered | more, PLAIN] * 4
         replies = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
     for failed, answered in zip(replies[::2], replies[1::2], strict=True):
-        assert (failed.status_code, failed.json()["error"]["message"]) == (500, WHY)
+        assert (failed.status_code, failed.json()["error"]["message"]) == (400, WHY)
         assert answered.json()["choices"][0]["text"] == alone
     server.wait_until(server.is_idle)
     assert "Traceback" not in server.logged()
@@ -49,6 +49,7 @@ def test_a_stream_ends_with_the_error(server: Running, cornered: dict[str, Any])
     reply = server.post("/v1/completions", cornered | {"stream": True})
     events = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: {")]
     assert events[-1]["error"]["message"] == WHY
+    assert events[-1]["error"]["type"] == "invalid_request_error"
     server.wait_until(server.is_idle)
 
 

@@ -173,8 +173,11 @@ def test_bad_words_are_spelled_once_for_all_prompts_beside_the_event_loop(server
         assert "bad_words" in error["message"] and "most" in error["message"]
 
 
-@pytest.mark.parametrize("size", [300_000, pytest.param(2_000_000, marks=pytest.mark.long)])
-def test_strings_of_tokens_are_made_beside_the_event_loop(roomy: Running, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size"), [("roomy", 300_000), pytest.param("endless", 2_000_000, marks=pytest.mark.long)]
+)
+def test_strings_of_tokens_are_made_beside_the_event_loop(request: pytest.FixtureRequest, name: str, size: int) -> None:
+    roomy: Running = request.getfixturevalue(name)
     with probing(roomy) as probe:
         [response] = attack(roomy, TOKENIZE, {"prompt": words(size), "return_token_strs": True})
     found = response.json()

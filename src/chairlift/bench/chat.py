@@ -129,7 +129,7 @@ class Sessions:
 
     def _read(self, outcome: Outcome) -> None:
         now = self._engine.clock.now()
-        for sequence, token, reason, _logprobs, _prompt, error in outcome:
+        for sequence, token, reason, _logprobs, _prompt, error, _ in outcome:
             if error is not None or token is None:
                 raise ChairliftError(
                     f"request {sequence.request.id} failed, so the chat cannot go on: {error or reason}"

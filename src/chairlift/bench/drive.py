@@ -153,7 +153,7 @@ class Driver:
     def _read(self, events: Iterable[Event]) -> None:
         now = self._now()
         count = 0
-        for sequence, token, reason, _logprobs, _prompt, error in events:
+        for sequence, token, reason, _logprobs, _prompt, error, _ in events:
             record = self._run.records[int(sequence.request.id)]
             if error is not None:
                 raise ChairliftError(f"request {sequence.request.id} failed, so the comparison cannot go on: {error}")

@@ -72,6 +72,7 @@ class Event(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
+    is_request_error: bool = False  # the request caused the error: repeating it cannot help
 
 
 @dataclass(slots=True, eq=False)

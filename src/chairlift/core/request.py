@@ -81,18 +81,22 @@ class Request:
         return EVERY if self.params.prompt_logprobs == ALL else self.params.prompt_logprobs
 
     @property
-    def no_token_error(self) -> str:
-        """Why a step found no token for it."""
+    def rules(self) -> list[str]:
+        """Names of the parameters that forbid tokens."""
         rules = {
             "allowed_token_ids": self.params.allowed_token_ids,
             "bad_words": self.bad_words,
             "min_tokens": self.params.min_tokens,
             "logits_processors": self.processors,
         }
-        named = [name for name, value in rules.items() if value]
-        if not named:
+        return [name for name, value in rules.items() if value]
+
+    @property
+    def no_token_error(self) -> str:
+        """Why a step found no token for it."""
+        if not self.rules:
             return "no token can be chosen: the model's logits are not numbers; check its weights and its dtype"
-        return f"no token is left to choose under {' and '.join(named)}: allow more tokens"
+        return f"no token is left to choose under {' and '.join(self.rules)}: allow more tokens"
 
     @property
     def stop_ids(self) -> frozenset[int]:

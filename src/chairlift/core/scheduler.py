@@ -202,7 +202,8 @@ class Scheduler:
         for sequence in (step.samples[place] for place in result.failed):
             if sequence.phase is not Phase.DONE:
                 request = sequence.request
-                events += self._end(self._live[request.id], FinishReason.ERROR, request.no_token_error)
+                error = request.no_token_error
+                events += self._end(self._live[request.id], FinishReason.ERROR, error, bool(request.rules))
         if counts is not None:
             return self._apply_drafts(step, result, counts, events)
         odd: set[Sequence] = set()  # of which there is other news than a token
@@ -323,10 +324,18 @@ class Scheduler:
 
     # ---- ending
 
-    def _end(self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None) -> list[Event]:
+    def _end(
+        self,
+        sequences: Iterable[Sequence],
+        reason: FinishReason,
+        error: str | None = None,
+        is_request_error: bool = False,
+    ) -> list[Event]:
         ending = [sequence for sequence in sequences if sequence.phase is not Phase.DONE]
         self._retire(ending, reason)
-        return [Event(sequence, finish_reason=reason, error=error) for sequence in ending]
+        return [
+            Event(sequence, finish_reason=reason, error=error, is_request_error=is_request_error) for sequence in ending
+        ]
 
     def _retire(self, sequences: list[Sequence], reason: FinishReason | None) -> None:
         """Free all that the sequences hold, and count each request as ended with its last sequence."""

@@ -110,7 +110,7 @@ class Driver:
         self._listeners.pop(track.request.id, None)
 
     def _read_events(self, events: Iterable[Event]) -> None:
-        for sequence, token, reason, scored, prompt_scores, error in events:
+        for sequence, token, reason, scored, prompt_scores, error, _ in events:
             if (track := self._tracks.get(sequence.request.id)) is not None:
                 tokens = () if token is None else (token,)
                 scores = () if scored is None else (scored,)

@@ -278,6 +278,12 @@ def as_request(name: str, order: Submit) -> Request:
     )
 
 
+def _reason(event: Event) -> str | None:
+    if event.is_request_error:
+        return messages.REFUSED
+    return None if event.finish_reason is None else event.finish_reason.value
+
+
 def as_update(key: int, event: Event) -> AnswerUpdate:
     """Convert a core event to an update message."""
     sequence = event.sequence
@@ -287,7 +293,7 @@ def as_update(key: int, event: Event) -> AnswerUpdate:
         key,
         sequence.index,
         event.token,
-        None if event.finish_reason is None else event.finish_reason.value,
+        _reason(event),
         sequence.started if is_first else None,
         sequence.cached if is_first else 0,
         None if event.logprobs is None else _scored(event.logprobs),

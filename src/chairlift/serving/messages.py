@@ -16,7 +16,7 @@ from chairlift.core.explain import MOST, Standing
 from chairlift.core.params import SamplingParams
 
 MAX_MESSAGE = 64 << 20  # bytes
-REFUSED = "refused"  # finish_reason of a request that the engine rejected: the client's error
+REFUSED = "refused"  # finish_reason of a request that the engine rejected or could not continue: the client's error
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]

@@ -132,5 +132,6 @@ def _tokenize(job: Tokenize, tokenizer: Tokenizer) -> bytes:
     [ids] = tokenizer.encode_batch([text], isinstance(job.source, Encode) and job.source.special)
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": job.max_length, "tokens": ids}
     if job.with_strings:
-        shown["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        strings = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(ids)}
+        shown["token_strs"] = [strings[token] for token in ids]
     return msgspec.json.encode(shown)
