@@ -29,6 +29,7 @@ PURE = {
     "functools",
     "heapq",
     "itertools",
+    "json",
     "math",
     "operator",
     "re",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Sized
 from zlib import crc32
 
+from chairlift.core.constraint import Constraint
 from chairlift.core.request import FinishReason, Request
 
 VOCAB = 64
@@ -40,7 +41,7 @@ def sample(mark: int, seed: int, index: int, position: int) -> int:
     return hash((mark, seed, index, position)) % VOCAB
 
 
-class Picky:
+class Picky(Constraint):
     """A constraint that forbids about half of all tokens, depending on all that were chosen before."""
 
     def __init__(self, state: int = 0) -> None:
@@ -63,6 +64,11 @@ class Picky:
         """The same, on its own from now on."""
         return Picky(self._state)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return self._state % 29 == 28
+
 
 def sample_masked(mark: int, seed: int, index: int, position: int, mask: bytes | None) -> int:
     """The token at `position` of those that a mask allows."""
@@ -84,6 +90,8 @@ def answer_to(request: Request, index: int, limit: int) -> tuple[list[int], Fini
         tokens.append(token)
         if token in request.stop_ids:
             return tokens, FinishReason.STOP
+        if constraint is not None and constraint.is_complete:
+            return tokens, FinishReason.COMPLETE
         mark = mark_after(mark, token)
     return tokens, FinishReason.LENGTH
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.constraint import Constraint
 from chairlift.core.request import FinishReason, Request
 from chairlift.ops.masks import forbid_, pack_masks
 
 
-class NoRepeat:
+class NoRepeat(Constraint):
     """Forbids every token that is in the answer already, and the ids that follow these."""
 
     def __init__(self, vocabulary: int, chosen: tuple[int, ...] = (), fails_at: int = -1) -> None:

@@ -2,26 +2,152 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 
-class Constraint(Protocol):
+class Constraint(ABC):
     """Limits the next token of one sequence. The engine asks for the mask while the device runs the forward pass.
 
     A call that raises ends the request with an error; other requests continue.
     """
 
+    @abstractmethod
     def mask(self) -> bytes | None:
         """Return the tokens that may come next, a bit for each id, the lowest bit of the first byte for id 0.
 
-        None allows every token. Bits behind the vocabulary are ignored.
+        None allows every token. Bits behind the vocabulary are ignored, and missing ones are 0.
         """
-        ...
 
+    @abstractmethod
     def accept(self, token: int) -> None:
         """Advance by a token that was chosen."""
-        ...
 
+    @abstractmethod
     def fork(self) -> Constraint:
         """Return an independent copy in the present state, for another sequence."""
-        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow: the sequence ends."""
+        return False
+
+    @property
+    def pending(self) -> Constraint | None:
+        """The constraint whose mask `mask` has to compute first, which may be a part of this one."""
+        return None
+
+
+Masks = list[bytes | Exception | None]
+Masker = Callable[[Sequence[Constraint]], Masks]
+
+
+def one_by_one(constraints: Sequence[Constraint]) -> Masks:
+    """Compute masks in this thread."""
+    found: Masks = []
+    for constraint in constraints:
+        try:
+            found.append(constraint.mask())
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How an answer's reasoning begins and ends, in token ids."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False  # the prompt ends inside the reasoning; else the model may begin one
+    budget: int | None = None  # tokens of reasoning at most
+
+
+class Reasoning(Constraint):
+    """Applies a constraint to what follows the reasoning, and bounds the reasoning's length."""
+
+    def __init__(self, thinking: Thinking, inner: Constraint | None) -> None:
+        self._thinking = thinking
+        self._inner = inner
+        self._count = 0  # tokens of reasoning
+        self._tail: tuple[int, ...] = ()  # the last tokens, as many as `end` has
+        self._forced: tuple[int, ...] = ()  # tokens of `end` that must come next
+        self._is_inside = thinking.is_open
+        self._may_begin = not thinking.is_open  # at the answer's first tokens
+        self._begun: tuple[int, ...] = ()  # tokens of `start` so far
+
+    def mask(self) -> bytes | None:
+        """Return the mask of the part that the answer is in."""
+        if self._forced:
+            return _bits(self._forced[0])
+        if self._is_inside:
+            return None
+        if not self._may_begin:
+            return None if self._inner is None else self._inner.mask()
+        if self._begun:
+            return _bits(self._thinking.start[len(self._begun)])
+        mask = None if self._inner is None else self._inner.mask()
+        return None if mask is None else _join(mask, _bits(self._thinking.start[0]))
+
+    def accept(self, token: int) -> None:
+        """Advance by a token."""
+        if self._is_inside:
+            self._think(token)
+        elif self._may_begin and token == self._thinking.start[len(self._begun)]:
+            self._begun += (token,)
+            if self._begun == self._thinking.start:
+                self._may_begin, self._is_inside = False, True
+                self._force()
+        else:
+            self._may_begin = False
+            if self._inner is not None:
+                self._inner.accept(token)
+
+    def _think(self, token: int) -> None:
+        end = self._thinking.end
+        self._count += 1
+        self._forced = self._forced[1:]
+        self._tail = (*self._tail, token)[-len(end) :]
+        if self._tail == end:
+            self._is_inside, self._forced = False, ()
+        elif not self._forced:
+            self._force()
+
+    def _force(self) -> None:
+        """Force the end of the reasoning if its budget is used up."""
+        budget = self._thinking.budget
+        if budget is not None and self._count >= budget:
+            self._forced = self._thinking.end
+
+    def fork(self) -> Reasoning:
+        """Return an independent copy."""
+        copy = Reasoning(self._thinking, None if self._inner is None else self._inner.fork())
+        copy._count, copy._tail, copy._forced = self._count, self._tail, self._forced
+        copy._is_inside, copy._may_begin, copy._begun = self._is_inside, self._may_begin, self._begun
+        return copy
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        is_active = not self._is_inside and not (self._may_begin and self._begun)
+        return is_active and self._inner is not None and self._inner.is_complete
+
+    @property
+    def pending(self) -> Constraint | None:
+        """The inner constraint, while its mask is used."""
+        if self._inner is None or self._forced or self._is_inside or (self._may_begin and self._begun):
+            return None
+        return self._inner.pending
+
+
+def _bits(token: int) -> bytes:
+    """Return the mask that allows one token."""
+    return bytes(token // 8) + bytes([1 << token % 8])
+
+
+def _join(one: bytes, other: bytes) -> bytes:
+    """Return the mask that allows what either allows."""
+    size = max(len(one), len(other))
+    joined = int.from_bytes(one, "little") | int.from_bytes(other, "little")
+    return joined.to_bytes(size, "little")

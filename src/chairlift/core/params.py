@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from chairlift.core.errors import RequestError
+from chairlift.core.structured import Structured
 
 MIN_TEMPERATURE = (
     1e-5  # temperatures below it are greedy: logits that differ at all would be further apart than any noise
@@ -115,6 +116,12 @@ class SamplingParams:
         *(None, ALL, None, "use 1 or more, or -1 for as many tokens as fit"),
         for_engine=False,
     )
+    # A Structured, or what `Structured.of` reads. Any: the engine's socket cannot tell dataclasses from mappings.
+    structured: Any = about(  # noqa: RUF009
+        "What the answer must match: one of json, json_object, regex, choice, grammar and structural_tag.",
+        None,
+        for_engine=False,
+    )
     logits_processors: Sequence[Callable[..., Any]] | None = about(
         "Functions of (output ids, logits) or (prompt ids, output ids, logits) that return the logits.",
         None,
@@ -133,6 +140,8 @@ class SamplingParams:
                 f"logit_bias is {self.logit_bias!r}, not a mapping: give token ids and the number to add to each logit"
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.structured is not None:
+            object.__setattr__(self, "structured", Structured.of(self.structured))
         self._check()
 
     def _check(self) -> None:
@@ -197,6 +206,7 @@ class SamplingParams:
             "min_tokens": self.min_tokens,
             "penalties": self.has_penalties,
             "logits_processors": self.logits_processors,
+            "structured": self.structured,
         }
         if refused := [name for name, value in unsupported.items() if value]:
             raise RequestError(

@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     """Why a sequence ended."""
 
     STOP = "stop"  # the model, a stop token or a stop string ended it
+    COMPLETE = "complete"  # its constraint allows nothing more; clients are told "stop"
     LENGTH = "length"  # max_tokens or the context is used up
     ABORT = "abort"  # the client disconnected or cancelled
     ERROR = "error"  # its step failed, or no token could be chosen
@@ -88,6 +89,7 @@ class Request:
             "bad_words": self.bad_words,
             "min_tokens": self.params.min_tokens,
             "logits_processors": self.processors,
+            "structured": self.constraint,
         }
         return [name for name, value in rules.items() if value]
 

@@ -11,6 +11,7 @@ from chairlift.core.batching import Continuous, Gate
 from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
+from chairlift.core.constraint import Masker, one_by_one
 from chairlift.core.cost import Cost
 from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
@@ -26,6 +27,8 @@ from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.step import Candidates, StepResult, TokenLogprobs
+
+_FINISHED = (FinishReason.STOP, FinishReason.COMPLETE, FinishReason.LENGTH)
 
 
 class Scheduler:
@@ -80,6 +83,7 @@ class Scheduler:
         self._is_trusted = True
         self._moved: list[Sequence] = []  # beams that continue another one: the executor gets their new tokens
         self._constrained = 0  # live requests with a constraint
+        self.masker: Masker = one_by_one  # computes the masks of a step's constraints
 
     # ---- requests in and out
 
@@ -160,13 +164,14 @@ class Scheduler:
         """
         masks: list[bytes | None] = []
         events: list[Event] = []
-        for sequence in (step.samples[place] for place in step.masked):
-            mask = None
-            if sequence.phase is not Phase.DONE and sequence.constraint is not None:
-                try:
-                    mask = sequence.constraint.mask()
-                except Exception as error:
-                    events += self._fail_constraint(sequence, error)
+        samples = [step.samples[place] for place in step.masked]
+        live = [sequence for sequence in samples if not sequence.is_done]
+        found = dict(zip(live, self.masker([each.constraint for each in live if each.constraint]), strict=True))
+        for sequence in samples:
+            mask = found.get(sequence)
+            if isinstance(mask, Exception):
+                events += self._fail_constraint(sequence, mask)
+                mask = None
             masks.append(mask)
         return masks, events
 
@@ -265,6 +270,8 @@ class Scheduler:
         reason = None
         if token in sequence.stop_ids:
             reason = FinishReason.STOP
+        elif sequence.constraint is not None and sequence.constraint.is_complete:
+            reason = FinishReason.COMPLETE
         elif len(sequence.tokens) >= sequence.limit:
             reason = FinishReason.LENGTH
         if reason is not None:
@@ -273,8 +280,9 @@ class Scheduler:
 
     def _fail_constraint(self, sequence: Sequence, error: Exception) -> list[Event]:
         """End the request of a constraint that raised."""
-        message = f"the constraint on the answer failed: {type(error).__name__}: {error}"
-        return self._end(self._live[sequence.request.id], FinishReason.ERROR, message)
+        is_known = isinstance(error, RequestError)
+        message = str(error) if is_known else f"the constraint on the answer failed: {type(error).__name__}: {error}"
+        return self._end(self._live[sequence.request.id], FinishReason.ERROR, message, is_known)
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         """End every request of a failed step, and every request that depends on what the step should have written."""
@@ -350,7 +358,7 @@ class Scheduler:
                 sequence.phase = Phase.DONE
                 self.waiting.forget(1)
             self.policy.ended(sequence)
-            if self.policy.needs_lengths and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if self.policy.needs_lengths and reason in _FINISHED:
                 self._learn_length(sequence)
             live = self._live[sequence.request.id]
             live.remove(sequence)

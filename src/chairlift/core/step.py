@@ -98,7 +98,8 @@ class Step:
 def _plain_sampling(sampling: Sampling) -> list[Any]:
     if sampling.processors:
         raise ValueError("a step with logits processors cannot leave its process: they are functions")
-    params = {name: value for name, value in asdict(sampling.params).items() if name != "logits_processors"}
+    kept = asdict(sampling.params)
+    params = {name: value for name, value in kept.items() if name not in ("logits_processors", "structured")}
     params["logit_bias"] = list(params["logit_bias"].items())  # JSON has no whole numbers as keys
     return [params, *(getattr(sampling, each.name) for each in fields(Sampling)[1:-1])]
 

@@ -18,6 +18,7 @@ from chairlift.offline.defaults import read_defaults
 from chairlift.offline.processors import SafeProcessor
 from chairlift.offline.prompts import PromptReader
 from chairlift.offline.vocabulary import read_tokenizer
+from chairlift.text.grammar import Grammars
 
 log = logging.getLogger("chairlift")
 
@@ -32,12 +33,23 @@ class RequestBuilder:
         for warning in self.defaults.warnings:
             log.warning(warning)
         self._built = built
+        self._grammars: Grammars | None = None
         self._ids = count()
         self._seeds = random.Random(settings.model.seed)
         own = self.tokenizer.eos_token_id if self.tokenizer else None
         config = built.config
         # A tokenizer may have more tokens than the model has logits: the rest can never be sampled.
         self._eos_ids = config.eos_ids | (frozenset() if own is None or own >= config.vocab_size else {own})
+
+    @property
+    def grammars(self) -> Grammars:
+        """The model's grammars, made when the first is needed."""
+        if self._grammars is None:
+            if self.tokenizer is None:
+                raise RequestError(f"structured output needs a tokenizer: {self.prompts.no_tokenizer}")
+            self._grammars = Grammars(self.tokenizer, self._built.config.vocab_size, sorted(self._eos_ids))
+            self._built.engine.scheduler.masker = self._grammars.masks
+        return self._grammars
 
     def new_id(self) -> str:
         """Return an id that no other request of this process has."""
@@ -54,6 +66,8 @@ class RequestBuilder:
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(f"stop and bad_words cannot be read: {self.prompts.no_tokenizer}; use stop_token_ids")
+        if params.structured is not None:
+            more["constraint"] = self.grammars.constraint(self.grammars.check(params.structured))
         processors = (SafeProcessor(each, partial(fail, request_id)) for each in params.logits_processors or ())
         return Request(
             id=request_id,

@@ -32,7 +32,7 @@ _KINDS: dict[Any, str] = {
     str | Sequence[str]: "a string or a list of strings",
 }
 # Fields that OpenAI gives another form or default, which `_read` knows.
-READ_APART = frozenset({"max_tokens", "logprobs", "logit_bias"})
+READ_APART = frozenset({"max_tokens", "logprobs", "logit_bias", "structured"})
 NOT_OVER_HTTP = {
     "detokenize": "a reply is text; return_token_ids adds the ids",
     "logits_processors": "a server runs no code of its clients",

@@ -92,7 +92,8 @@ class AnswerReader:
         if detokenizer is not None and detokenizer.stopped is not None and error is None:
             answer.finish_reason, answer.stop_reason = FinishReason.STOP.value, detokenizer.stopped
         elif reason is not None:
-            answer.finish_reason, answer.error = reason.value, error
+            is_complete = reason is FinishReason.COMPLETE
+            answer.finish_reason, answer.error = (FinishReason.STOP if is_complete else reason).value, error
             if reason is FinishReason.STOP and tokens and tokens[-1] in self._params.stop_token_ids:
                 answer.stop_reason = tokens[-1]
         return text

@@ -1,0 +1,199 @@
+"""Grammars: compiles what an answer must match, and computes the masks of allowed tokens, with llguidance.
+
+llguidance is imported on first use: all else works without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chairlift.core.constraint import Constraint, Masks, one_by_one
+from chairlift.core.errors import RequestError
+from chairlift.core.structured import Structured
+from chairlift.core.values import one_line
+from chairlift.text.schema_paths import where
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from chairlift.text.tokenizer import Tokenizer
+
+# A model that is not sure what to write next likes to indent: unbounded whitespace would fill the context.
+_WHITESPACE = r"[ \n\r\t]{0,32}"
+_JSON_OPTIONS: Any = {"whitespace_pattern": _WHITESPACE, "lenient": False}
+_CACHED_CHARACTERS = 4 << 20  # of compiled grammars' sources
+_CACHED = 256  # compiled grammars: one takes 0.1 to 10 MiB
+_MOST_THREADS = 8
+
+
+def source_of(structured: Structured) -> str:
+    """Return the grammar in llguidance's language; it is not checked yet."""
+    matcher = _library().LLMatcher
+    kind, source = structured.kind, structured.source
+    if kind == "json_object":
+        return str(matcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS))
+    if kind == "json":
+        return str(matcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS))
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(source))
+    if kind == "choice":
+        return "start: " + " | ".join(json.dumps(each) for each in json.loads(source))
+    if kind == "structural_tag":
+        return _tags(json.loads(source))
+    return _lark(source)
+
+
+def _lark(source: str) -> str:
+    if "::=" not in source:
+        return source
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(source))
+    except Exception as error:  # the converter raises whatever its parser meets
+        raise RequestError(f"structured: grammar cannot be converted from GBNF: {one_line(error)}") from None
+
+
+def _tags(found: dict[str, Any]) -> str:
+    library, tags = _library(), []
+    for each in found["structures"]:
+        trigger = next((trigger for trigger in found["triggers"] if each["begin"].startswith(trigger)), None)
+        if trigger is None:
+            raise RequestError(f"structured: structural_tag begins with {each['begin']!r}, which has no trigger")
+        tags.append(
+            library.StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each.get("end", ""))
+        )
+    return str(library.StructTag.to_grammar(tags, assume_special=False))
+
+
+class Grammars:
+    """Compiles the grammars of one model, and keeps those used last."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_ids: Sequence[int]) -> None:
+        library = _library()
+        size = max(vocabulary, tokenizer.vocab_size)  # a tokenizer may have more tokens than the model has logits
+        # 0.5 to 2 s, during which no other Python thread runs.
+        self._tokens = library.LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(eos_ids))
+        self._limits = library.LLParserLimits(
+            initial_lexer_fuel=1_000_000,  # 20 ms
+            step_lexer_fuel=60_000,  # 4 ms: the batch waits for a mask
+            step_max_items=50_000,
+            max_items_in_row=2_000,
+            max_lexer_states=20_000,  # 1 to 2 KiB each
+            max_grammar_size=500_000,
+            verbose_errors=False,
+        )
+        self._executor = library.LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+        self._words = (size + 31) // 32
+        self._compiled: OrderedDict[str, GrammarConstraint] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def constraint(self, source: str) -> GrammarConstraint:
+        """Return the constraint of a grammar, compiled if it is not cached; RequestError if it is invalid."""
+        if (known := self.cached(source)) is not None:
+            return known
+        matcher = _library().LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise RequestError(f"the grammar cannot be used: {explain(matcher.get_error())}")
+        compiled = GrammarConstraint(matcher)
+        compiled.mask()  # builds what the first step needs
+        with self._lock:
+            self._compiled[source] = compiled
+            self._characters += len(source)
+            while len(self._compiled) > _CACHED or self._characters > _CACHED_CHARACTERS:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._characters -= len(oldest)
+        return compiled
+
+    def cached(self, source: str) -> GrammarConstraint | None:
+        """Return the constraint of a grammar if it is compiled."""
+        with self._lock:
+            if (known := self._compiled.get(source)) is not None:
+                self._compiled.move_to_end(source)
+            return known
+
+    def check(self, structured: Structured) -> str:
+        """Return the grammar's source; RequestError with the reason if it cannot be used."""
+        source = source_of(structured)
+        try:
+            self.constraint(source)
+        except RequestError as error:
+            reason = str(error).removeprefix("the grammar cannot be used: ")
+            at = where(json.loads(structured.source), reason) if structured.kind == "json" else ""
+            raise RequestError(f"structured: {structured.kind} cannot be used: {reason}{at}") from None
+        return source
+
+    def masks(self, constraints: Sequence[Constraint]) -> Masks:
+        """Compute masks, those of grammars on several threads without the interpreter's lock."""
+        packed = np.empty((len(constraints), self._words), np.int32)
+        jobs = []
+        for place, constraint in enumerate(constraints):
+            if isinstance(grammar := constraint.pending, GrammarConstraint):
+                jobs.append((grammar, place))
+        if jobs:
+            pairs = [(grammar.matcher, place) for grammar, place in jobs]
+            self._executor.unsafe_compute_mask_ptr(pairs, packed.ctypes.data, 4 * self._words, len(constraints))
+        for grammar, place in jobs:
+            grammar.computed = packed[place].tobytes()
+        return one_by_one(constraints)
+
+
+class GrammarConstraint(Constraint):
+    """An answer's state in a grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.matcher = matcher
+        self.computed: bytes | None = None  # the mask of the present state, if it is known
+
+    @property
+    def pending(self) -> GrammarConstraint | None:
+        """Itself, if the mask of the present state is not known."""
+        return self if self.computed is None else None
+
+    def mask(self) -> bytes:
+        """Return the tokens that may come next."""
+        if self.computed is None:
+            self.computed = self.matcher.compute_bitmask()
+        if self.matcher.is_error():
+            raise RequestError(f"the grammar is too complex here: {explain(self.matcher.get_error())}")
+        return self.computed
+
+    def accept(self, token: int) -> None:
+        """Advance by a token."""
+        self.computed = None
+        if not self.matcher.consume_token(token):
+            raise RequestError(f"the grammar does not allow token {token}: {explain(self.matcher.get_error())}")
+
+    def fork(self) -> GrammarConstraint:
+        """Return an independent copy."""
+        copy = GrammarConstraint(self.matcher.deep_copy())
+        copy.computed = self.computed
+        return copy
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self.matcher.is_stopped())
+
+
+def explain(error: str) -> str:
+    """Return the first sentence of llguidance's error in one line."""
+    return " ".join(error.partition("<state>")[0].split())[:300] or "the parser has stopped"
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            "structured output needs llguidance, which is not installed: pip install llguidance"
+        ) from None
+    return llguidance

@@ -1,0 +1,64 @@
+"""Where in a JSON schema a keyword is that cannot be enforced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+_ONE = (
+    *("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames"),
+    *("unevaluatedProperties", "unevaluatedItems"),
+)
+_LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_QUOTED = re.compile(r'"([^"]+)"')
+_DEEPEST = 200
+
+
+def where(schema: Any, error: str) -> str:
+    """Return the place that an error is about as ` (at #/properties/x/not)`, or "" if it is not found.
+
+    >>> where({"properties": {"x": {"items": {"not": {}}}}}, 'Unimplemented keys: ["not"]')
+    ' (at #/properties/x/items/not)'
+    """
+    named: set[Any] = set()
+    key = ""
+    if error.startswith("Unimplemented keys"):
+        named = set(_QUOTED.findall(error))
+    elif match := re.match(r"(?:Unknown (format)|Invalid (type)): (.+)", error):
+        key, value = match[1] or match[2], match[3]
+    elif error.startswith("oneOf"):
+        named = {"oneOf"}
+    elif "regex" in error:
+        named = {"pattern", "patternProperties"}
+    for path, part in _parts(schema, "#", 0):
+        if key and str(part.get(key)) == value:
+            return f" (at {path}/{key})"
+        if found := sorted(named & part.keys()):
+            return f" (at {path}/{found[0]})"
+    return ""
+
+
+def _parts(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over a schema and the schemas in it, with their JSON pointers."""
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return
+    yield path, schema
+    for name, value in schema.items():
+        inside: Iterator[tuple[str, Any]] = iter(())
+        if name in _NAMED and isinstance(value, dict):
+            inside = ((f"{name}/{_escape(key)}", each) for key, each in value.items())
+        elif name in _LIST and isinstance(value, list):
+            inside = ((f"{name}/{number}", each) for number, each in enumerate(value))
+        elif name in _ONE:
+            inside = iter([(name, value)])
+        for tail, each in inside:
+            yield from _parts(each, f"{path}/{tail}", depth + 1)
+
+
+def _escape(key: str) -> str:
+    shown = json.dumps(key, ensure_ascii=False)[1:-1]
+    return shown.replace("~", "~0").replace("/", "~1")
