@@ -20,7 +20,7 @@ from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
 from chairlift.core.step import Candidates, Sampling, Step, StepResult, TokenLogprobs
 from chairlift.engine.engine import Engine
-from chairlift.serving.engine_process import Job, main
+from chairlift.serving.engine_process import Job, Started, main
 from chairlift.serving.messages import Hello
 
 STEP = float(os.environ.get("FAKE_STEP", "0.005"))
@@ -71,7 +71,7 @@ class Pretender:
         return ticket
 
 
-def build(job: Job) -> tuple[Engine, Hello, float]:
+def build(job: Job) -> Started:
     while ABSENT.exists():
         time.sleep(0.05)
     limits = Limits(SEQUENCES, max(512, SEQUENCES), LENGTH, VOCABULARY)
@@ -92,7 +92,7 @@ def build(job: Job) -> tuple[Engine, Hello, float]:
         capacity=f"{pool.total * BLOCK:,} tokens",
         eos_ids=[1],
     )
-    return Engine(scheduler, Pretender(), Clock()), hello, 0.0
+    return Started(Engine(scheduler, Pretender(), Clock()), hello, 0.0)
 
 
 if __name__ == "__main__":

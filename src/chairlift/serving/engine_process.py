@@ -14,11 +14,12 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import zmq
 
+from chairlift.core.constraint import Constraint, Reasoning
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
 from chairlift.core.plan import Event, Outcome, StepPlan
@@ -27,10 +28,16 @@ from chairlift.core.step import TokenLogprobs
 from chairlift.engine.engine import Engine
 from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
 from chairlift.engine.loop import drive
+from chairlift.offline.vocabulary import read_tokenizer
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
+from chairlift.serving.compiling import Compiler
 from chairlift.serving.link import Link
 from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores, Scored, Stats, StepReport, Submit
+from chairlift.text.grammar import Grammars
+
+if TYPE_CHECKING:
+    from chairlift.execution.build import Loaded
 
 log = logging.getLogger("chairlift")
 
@@ -54,8 +61,12 @@ class Job(msgspec.Struct, frozen=True):
 class EngineLoop:
     """Drives an engine for HTTP processes."""
 
-    def __init__(self, engine: Engine, hello: Hello, job: Job, slowest_step: float) -> None:
+    def __init__(
+        self, engine: Engine, hello: Hello, job: Job, slowest_step: float, compiler: Compiler | None = None
+    ) -> None:
         self._engine = engine
+        self._compiler = compiler
+        self._compiling: dict[str, tuple[Link, Submit]] = {}  # requests whose grammar is being compiled, by id
         self._hello = hello
         self._beat = Beat(job.beat)
         self._patience = max(PATIENCE, 1.5 * slowest_step)
@@ -70,6 +81,8 @@ class EngineLoop:
         self._poller = zmq.Poller()
         for link in self._links:
             link.register(self._poller)
+        if compiler is not None:
+            self._poller.register(compiler.reader, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until the parent process ends, or until the engine cannot run another step."""
@@ -130,6 +143,8 @@ class EngineLoop:
     # ---- handling orders
 
     def _take_orders(self) -> None:
+        if self._compiling:
+            self._take_compiled()
         for number, link in enumerate(self._links):
             for is_connected in link.changes():
                 if is_connected:
@@ -144,9 +159,10 @@ class EngineLoop:
                         self._submit(number, link, order)
                     case messages.Abort(key):
                         if key in link.keys:
+                            self._compiling.pop(link.keys[key], None)
                             self._engine.abort(link.keys.pop(key))
                     case messages.Stop(key, index):
-                        if key in link.keys:
+                        if key in link.keys and link.keys[key] not in self._compiling:
                             self._engine.stop_answer(link.keys[key], index)
                             if not self._engine.scheduler.is_live(link.keys[key]):
                                 del link.keys[key]
@@ -159,13 +175,46 @@ class EngineLoop:
 
     def _submit(self, number: int, link: Link, order: Submit) -> None:
         name = f"{number}.{order.key}.{order.id}"
+        constraint = None
+        if order.grammar:
+            if self._compiler is None:
+                self._refuse(link, order, "this engine has no tokenizer, which structured output needs")
+                return
+            constraint = self._compiler.cached(order.grammar)
+            if constraint is None:
+                link.keys[order.key] = name
+                self._compiling[name] = link, order
+                self._compiler.start(name, order.grammar)
+                return
+        self._submit_request(link, name, order, constraint)
+
+    def _take_compiled(self) -> None:
+        """Submit the requests whose grammars are compiled; those that were aborted in between are not found."""
+        for name, found in self._compiler.take() if self._compiler is not None else ():
+            link, order = self._compiling.pop(name, (None, None))
+            if link is None or order is None:
+                continue
+            if isinstance(found, Exception):
+                link.keys.pop(order.key, None)
+                self._refuse(link, order, str(found))
+            else:
+                self._submit_request(link, name, order, found)
+
+    def _refuse(self, link: Link, order: Submit, reason: str) -> None:
+        link.send(StepReport([AnswerUpdate(order.key, 0, finish_reason=messages.REFUSED, error=reason)]))
+
+    def _submit_request(self, link: Link, name: str, order: Submit, constraint: Constraint | None) -> None:
+        if order.thinking is not None:
+            constraint = Reasoning(order.thinking, constraint)
         try:
-            self._engine.submit(as_request(name, order))
+            self._engine.submit(as_request(name, order, constraint))
             link.keys[order.key] = name
         except RequestError as error:
-            link.send(StepReport([AnswerUpdate(order.key, 0, finish_reason=messages.REFUSED, error=str(error))]))
+            link.keys.pop(order.key, None)
+            self._refuse(link, order, str(error))
         except Exception as error:  # a bug here must fail only this request
             log.exception("a request could not be submitted")
+            link.keys.pop(order.key, None)
             link.send(messages.Unreadable(order.key, f"the engine could not accept the request: {error}"))
 
     def _answer_questions(self) -> None:
@@ -186,6 +235,7 @@ class EngineLoop:
 
     def _abort_all(self, link: Link) -> None:
         for name in link.keys.values():
+            self._compiling.pop(name, None)
             self._engine.abort(name)
         link.keys.clear()
 
@@ -259,7 +309,7 @@ def address_of(request: Request) -> tuple[int, int]:
     return int(number), int(key)
 
 
-def as_request(name: str, order: Submit) -> Request:
+def as_request(name: str, order: Submit, constraint: Constraint | None = None) -> Request:
     """Convert an order to a core request."""
     return Request(
         id=name,
@@ -275,6 +325,7 @@ def as_request(name: str, order: Submit) -> Request:
         deadline=order.deadline,
         salt=order.salt,
         endpoint=order.endpoint,
+        constraint=constraint,
     )
 
 
@@ -308,12 +359,28 @@ def _scored(entry: TokenLogprobs) -> Scored:
     return Scored(entry.token, entry.logprob, entry.rank, msgspec.Raw(messages.encode(entry.top)))
 
 
-def start(job: Job) -> tuple[Engine, Hello, float]:
-    """Load the model; return the engine, its Hello and the seconds of its slowest step."""
-    from chairlift.core.settings import Settings
-    from chairlift.execution.build import build
+class Started(NamedTuple):
+    """An engine that is ready to serve."""
 
-    built = build(job.model, Settings.of(**job.settings), progress=job.progress)
+    engine: Engine
+    hello: Hello
+    slowest_step: float  # seconds
+    compiler: Compiler | None = None
+
+
+def start(job: Job) -> Started:
+    """Load the model."""
+    from chairlift.core.settings import Settings
+    from chairlift.execution.build import assemble, load_model
+
+    settings = Settings.of(**job.settings)
+    loaded = load_model(job.model, settings, progress=job.progress)
+    compiler = Compiler(lambda: grammars_of(loaded))
+    preparing = compiler.prepare()
+    built = assemble(loaded, settings, progress=job.progress)
+    preparing.join()
+    if compiler.grammars is not None:
+        built.engine.scheduler.masker = compiler.grammars.masks
     limits, config = built.limits, built.config
     hello = Hello(
         model=job.model,
@@ -328,16 +395,26 @@ def start(job: Job) -> tuple[Engine, Hello, float]:
         capacity=str(built.capacity),
         eos_ids=sorted(config.eos_ids),
     )
-    return built.engine, hello, built.slowest_step
+    return Started(built.engine, hello, built.slowest_step, compiler)
 
 
-def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> None:
+def grammars_of(loaded: Loaded) -> Grammars:
+    """Read the vocabulary of a model for its grammars."""
+    tokenizer, missing = read_tokenizer(loaded.checkpoint)
+    if tokenizer is None:
+        raise RequestError(f"structured output needs a tokenizer: {missing}")
+    own = tokenizer.eos_token_id
+    ends = loaded.config.eos_ids | (set() if own is None or own >= loaded.config.vocab_size else {own})
+    return Grammars(tokenizer, loaded.config.vocab_size, sorted(ends))
+
+
+def main(build_engine: Callable[[Job], Started] = start) -> None:
     """Load the model, then serve; a loading error is sent to the HTTP processes as one line."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing to clean up, and an exception could hit any code
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     job = msgspec.json.decode(sys.argv[1], type=Job)
     try:
-        engine, hello, slowest = build_engine(job)
+        started = build_engine(job)
     except ChairliftError as error:
         context: zmq.Context[Any] = zmq.Context()
         links = [Link(context, address) for address in job.sockets]
@@ -347,8 +424,8 @@ def main(build_engine: Callable[[Job], tuple[Engine, Hello, float]] = start) -> 
             time.sleep(0.05)
         time.sleep(0.2)  # ZeroMQ sends in the background, and LINGER is 0
         sys.exit(3)
-    EngineLoop(engine, hello, job, slowest).run()
-    if engine.fault is not None:
+    EngineLoop(started.engine, started.hello, job, started.slowest_step, started.compiler).run()
+    if started.engine.fault is not None:
         sys.exit(FAULT)
 
 

@@ -1,4 +1,5 @@
-"""Messages between an HTTP process and the engine process: typed and bounded token ids and names, no text.
+"""Messages between an HTTP process and the engine process: typed and bounded token ids and names, no text but a
+grammar.
 
 Each is a msgspec struct, encoded as a MessagePack array that starts with a tag. An order that does not match its type
 is a bug or an attack: it never reaches the scheduler, and its sender gets an Unreadable. SamplingParams is the core's
@@ -12,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from chairlift.core.constraint import Thinking
 from chairlift.core.explain import MOST, Standing
 from chairlift.core.params import SamplingParams
 
@@ -43,6 +45,9 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     deadline: float | None = None  # time by which the first token is due, on the clock of `arrival`
     endpoint: Annotated[str, Meta(max_length=16)] = ""
     salt: Salt = ""  # requests with the same salt may share prefixes
+    # What the answer must match, in llguidance's language: checked within limits before it is sent.
+    grammar: Annotated[str, Meta(max_length=1 << 21)] = ""
+    thinking: Thinking | None = None  # the answer may begin with reasoning, to which the grammar does not apply
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):

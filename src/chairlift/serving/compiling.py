@@ -1,0 +1,85 @@
+"""Compiler: compiles the grammars of requests in threads of the engine process, so that no step waits for one."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from typing import NamedTuple
+
+from chairlift.core.constraint import Constraint
+from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.text.grammar import Grammars
+
+_THREADS = 2
+
+
+class Compiled(NamedTuple):
+    """A request's constraint, or the reason why there is none."""
+
+    name: str
+    found: Constraint | Exception
+
+
+class Compiler:
+    """Compiles grammars, in order; `reader` becomes readable when one is ready."""
+
+    def __init__(self, make: Callable[[], Grammars]) -> None:
+        self.grammars: Grammars | None = None
+        self._problem: Exception | None = None
+        self._make = make
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._done: deque[Compiled] = deque()
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+
+    def prepare(self) -> Thread:
+        """Read the vocabulary in a thread, which takes a second in which no other Python code runs."""
+        thread = Thread(target=self._prepare, name="vocabulary", daemon=True)
+        thread.start()
+        return thread
+
+    def _prepare(self) -> None:
+        try:
+            self.grammars = self._make()
+        except Exception as error:
+            is_ours = isinstance(error, ChairliftError)
+            self._problem = error if is_ours else RequestError(f"structured output does not work here: {error}")
+
+    def cached(self, source: str) -> Constraint | None:
+        """Return the constraint of a grammar that is compiled already."""
+        return None if self.grammars is None else self.grammars.cached(source)
+
+    def start(self, name: str, source: str) -> None:
+        """Compile a grammar for a request."""
+        self._threads.submit(self._compile, name, source)
+
+    def _compile(self, name: str, source: str) -> None:
+        found: Constraint | Exception
+        try:
+            if self.grammars is None:
+                raise self._problem or RequestError("structured output is not ready yet: try again in a moment")
+            found = self.grammars.constraint(source)
+        except Exception as error:
+            found = error
+        self._done.append(Compiled(name, found))
+        try:
+            os.write(self._writer, b"x")
+        except BlockingIOError:  # the reader has thousands to read already
+            pass
+
+    def take(self) -> list[Compiled]:
+        """Return what has been compiled since the last call."""
+        if not self._done:
+            return []
+        try:
+            os.read(self.reader, 1 << 16)
+        except BlockingIOError:  # the byte is written after the result
+            pass
+        found = []
+        while self._done:
+            found.append(self._done.popleft())
+        return found
