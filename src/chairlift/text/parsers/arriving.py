@@ -111,17 +111,27 @@ class ArrivingText:
             self.skip()
         return True
 
-    def until(self, markers: Markers, write: Write) -> Reader[str]:
-        """Write the text before the next marker, read the marker and return it; return nothing at the end."""
+    def begun(self, markers: Markers) -> Reader[str]:
+        """Read the longest beginning of a marker that is here, perhaps nothing, perhaps a whole marker; return it."""
+        begun = ""
+        while (following := (yield from self.peek())) and markers.begin_with(begun + following):
+            begun += following
+            self.skip()
+            if begun in markers.names:
+                break
+        return begun
+
+    def until(self, markers: Markers, write: Write, drop_cut: bool = False) -> Reader[str]:
+        """Write the text before the next marker, read the marker and return it; return nothing at the end.
+
+        A beginning of a marker at the very end is text, or with `drop_cut` dropped.
+        """
         while (yield from self.peek()):
             yield from self.run(markers.before, write)
-            begun = ""
-            while (following := (yield from self.peek())) and markers.begin_with(begun + following):
-                begun += following
-                self.skip()
-                if begun in markers.names:
-                    return begun
-            if begun:
+            begun = yield from self.begun(markers)
+            if begun in markers.names:
+                return begun
+            if begun and ((yield from self.peek()) or not drop_cut):
                 write(begun)
         return ""
 

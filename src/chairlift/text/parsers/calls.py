@@ -11,8 +11,8 @@ from chairlift.text.parsers.tools import Tool
 class CallParser:
     """A MessageParser for one family of models.
 
-    A call begins with one of the `openers` anywhere in the text, or with the character `bare` at the start of a line.
-    From there on the text is held, until `_read_calls` starts a call. If it starts none, the text is content.
+    Calls begin with one of the `openers` anywhere in the text, or with one of the characters in `bare` at the start of
+    a line. From there on the text is held, until `_read_calls` starts a call. If it starts none, the text is content.
     """
 
     openers: Markers = Markers()
@@ -46,8 +46,9 @@ class CallParser:
             opener = ""
             if is_line_start and self.bare:
                 yield from text.run(SPACE, output.content)
-                if (yield from text.peek()) == self.bare:
-                    opener = self.bare
+                following = yield from text.peek()
+                if following and following in self.bare:
+                    opener = following  # not read yet
                     text.hold()
             if not opener:
                 opener = yield from text.until(self._stops, output.content)
@@ -64,6 +65,32 @@ class CallParser:
         """Read the calls after an opener; return False if the text held since then is not part of a call."""
         raise NotImplementedError
 
+    def _read_call(self) -> Reader[bool]:
+        """Read one call of a list; return whether it was started. A list without one overrides `_read_calls` alone."""
+        raise NotImplementedError
+
+    def _read_list(self, separator: str, closing: str) -> Reader[bool]:
+        """Read calls up to the closing bracket, or without one, up to the last that a separator follows."""
+        text = self._text
+        while True:
+            yield from text.space()
+            if not (yield from self._read_call()):
+                return False
+            text.hold()
+            yield from text.space()
+            following = yield from text.peek()
+            if following == separator:
+                text.skip()
+                yield from text.space()
+                if (yield from text.peek()):
+                    continue
+            elif following and closing:
+                if following != closing:
+                    return False
+                text.skip()
+            text.release()
+            return True
+
     def _start(self, name: str) -> None:
         """Begin a call: the text held so far is part of it."""
         self._text.release()
@@ -71,12 +98,18 @@ class CallParser:
 
     def _read_closing(self, *markers: str) -> Reader[None]:
         """Read the markers after a call, with whitespace before each; if one is not there, go on with content."""
-        text = self._text
         for marker in markers:
-            text.hold()
-            yield from text.space()
-            if not (yield from text.literal(marker)):
-                if (yield from text.peek()):  # at the end of the answer it is the beginning of the marker, cut off
-                    self._output.content(text.release())
+            self._text.hold()
+            yield from self._text.space()
+            if not (yield from self._text.literal(marker)):
+                yield from self._break_off()
                 return
-        text.release()
+        self._text.release()
+
+    def _break_off(self) -> Reader[bool]:
+        """End a call that is not complete: the text held is content, or cut off like the call if the answer ends."""
+        unread = yield from self._text.peek()
+        held = self._text.release()
+        if unread:
+            self._output.content(held)
+        return True

@@ -17,6 +17,8 @@ class Dialect:
     parser: Callable[[Sequence[Tool]], MessageParser]
     kept: tuple[str, ...] = ()
     """Markers that must stay in the decoded text even where they are special tokens."""
+    has_channels: bool = False
+    """All answers are written in this format, also those without tools, and reasoning is part of it."""
 
     def matches(self, template: str) -> bool:
         """Return whether a chat template is of this family."""

@@ -14,7 +14,7 @@ class HermesParser(JsonCallParser):
 
     def _read_calls(self, opener: str) -> Reader[bool]:
         yield from self._text.space()
-        if not (yield from self._read_object()):
+        if not (yield from self._read_call()):
             return False
         yield from self._read_closing(_END)
         return True

@@ -21,7 +21,7 @@ class _Call:
 class JsonCallParser(CallParser):
     """Reads objects with a name and arguments, in either order; other fields are read over."""
 
-    def _read_object(self) -> Reader[bool]:
+    def _read_call(self) -> Reader[bool]:
         """Read one object; return whether it started a call."""
         if not (yield from self._text.literal("{")):
             return False
@@ -30,28 +30,6 @@ class JsonCallParser(CallParser):
             pass
         return call.is_started
 
-    def _read_objects(self, separator: str, closing: str) -> Reader[bool]:
-        """Read objects up to the closing bracket, or without one, up to the last that a separator follows."""
-        text = self._text
-        while True:
-            yield from text.space()
-            if not (yield from self._read_object()):
-                return False
-            text.hold()
-            yield from text.space()
-            following = yield from text.peek()
-            if following == separator:
-                text.skip()
-                yield from text.space()
-                if (yield from text.peek()):
-                    continue
-            elif following and closing:
-                if following != closing:
-                    return False
-                text.skip()
-            text.release()
-            return True
-
     def _read_field(self, call: _Call) -> Reader[bool]:
         """Read one field and the character after it; return whether another field follows."""
         text = self._text
@@ -59,7 +37,7 @@ class JsonCallParser(CallParser):
         key = yield from read_name(text)
         yield from text.space()
         if key is None or not (yield from text.literal(":")):
-            return (yield from self._break_off(call))
+            return (yield from self._end(call))
         yield from text.space()
         if key == "name" and call.name is None:
             call.name = yield from read_name(text)
@@ -73,7 +51,7 @@ class JsonCallParser(CallParser):
         yield from text.space()
         following = yield from text.peek()
         if not is_valid or following not in (",", "}"):
-            return (yield from self._break_off(call))
+            return (yield from self._end(call))
         text.skip()
         if following == "}":
             if call.is_started:
@@ -109,11 +87,8 @@ class JsonCallParser(CallParser):
             self._text.hold()
             call.is_started = True
 
-    def _break_off(self, call: _Call) -> Reader[bool]:
-        """End an object that is not valid; text read after its arguments is content, unless the answer ends there."""
+    def _end(self, call: _Call) -> Reader[bool]:
+        """End an object that is not valid; return False, since no field follows."""
         if call.is_started:
-            unread = yield from self._text.peek()
-            held = self._text.release()
-            if unread:
-                self._output.content(held)
+            yield from self._break_off()
         return False
