@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from chairlift.openai.replies import Scores, chat_logprobs, echoed, prompt_logprobs, text_logprobs
+from chairlift.openai.replies import Scores, chat_logprobs, echoed, new_id, prompt_logprobs, text_logprobs
+from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Chunk
+from chairlift.text.parsers.events import CallStart, Content, Event, Reasoning
 
 if TYPE_CHECKING:
     from chairlift.text.outputs import RequestOutput
@@ -65,14 +67,44 @@ class Chunks(ABC):
         return fields
 
 
+class Deltas:
+    """The deltas of one choice: content, reasoning and tool calls, as a parser finds them in the text."""
+
+    def __init__(self, form: MessageFormat) -> None:
+        self._parser = form.parser()
+        self.calls = 0
+
+    def of(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """Return the deltas of the next piece of text."""
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text, "reasoning": text}
+            case CallStart(index, name):
+                self.calls += 1
+                function = {"name": name, "arguments": ""}
+                return {
+                    "tool_calls": [{"index": index, "id": new_id("call"), "type": "function", "function": function}]
+                }
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
 class ChatChunks(Chunks):
     """Chunks of a chat completion: the role first, then content, then the finish reason."""
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, *args: Any, top: int, **options: Any) -> None:
+    def __init__(self, *args: Any, top: int, form: MessageFormat = PLAIN, **options: Any) -> None:
         super().__init__(*args, **options)
         self._top = top
+        self._deltas = None if form.is_plain else [Deltas(form) for _ in self._prompts]
 
     def of(self, piece: Chunk) -> Iterator[dict[str, Any]]:
         """The chunks that carry a piece."""
@@ -84,15 +116,24 @@ class ChatChunks(Chunks):
         scores = None
         if piece.logprobs:
             scores = chat_logprobs(piece.token_ids, piece.logprobs, self._top, self._tokenizer)
-        if piece.text or scores is not None or (self._with_ids and piece.token_ids):
-            choice = self._choice(piece.index, {"content": piece.text})
-            choice["logprobs"] = scores
-            if self._with_ids:
-                choice["token_ids"] = piece.token_ids
+        deltas = [{"content": piece.text}] if piece.text else []
+        reason = piece.finish_reason
+        if self._deltas is not None:
+            deltas = self._deltas[piece.index].of(piece.text, is_last=reason is not None)
+            if reason == "stop" and self._deltas[piece.index].calls:
+                reason = "tool_calls"
+        if not deltas and (scores is not None or (self._with_ids and piece.token_ids)):
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            choice = self._choice(piece.index, delta)
+            if number == 0:
+                choice["logprobs"] = scores
+                if self._with_ids:
+                    choice["token_ids"] = piece.token_ids
             yield self._chunk(choice)
-        if piece.finish_reason is not None:
+        if reason is not None:
             choice = self._choice(piece.index, {})
-            choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            choice |= {"finish_reason": reason, "stop_reason": piece.stop_reason}
             yield self._chunk(choice)
 
     def _choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,10 @@ IGNORED = frozenset(
         "spaces_between_special_tokens",  # has no effect with fast tokenizers
         *("return_token_offsets", "return_assistant_tokens_mask"),  # for routes that only render a prompt
         "routed_experts_prompt_start",
-        *("guided_decoding_backend", "guided_whitespace_pattern"),  # need a guided_ field, which is refused
+        *(
+            "guided_decoding_backend",
+            "guided_whitespace_pattern",
+        ),  # there is one backend, and its whitespace is bounded
     }
 )
 
@@ -37,29 +40,18 @@ class RefusedField:
     reason: str
 
 
-_STRUCTURED = "not supported yet: answers cannot be constrained to a format; leave it out and ask in the prompt"
-_TOOLS = 'not supported yet: tool calls are not parsed; leave it out, or send tool_choice "none" with it'
+_STRUCTURED = "not supported under this name: use structured_outputs or response_format"
+_TOOLS = "not supported, being OpenAI's old name: use tools and tool_choice"
 _TEXT_ONLY = "not supported: the model reads and writes text alone; leave it out"
 _NO = "not supported: leave it out"
 
 # Refused in chats and in plain completions, since clients send the same extra fields to both.
 REFUSED: dict[str, RefusedField] = {
-    "response_format": RefusedField(({"type": "text"},), _STRUCTURED),
-    "structured_outputs": RefusedField(({},), _STRUCTURED),
-    "guided_json": RefusedField((), _STRUCTURED),
-    "guided_json_object": RefusedField((False,), _STRUCTURED),
-    "guided_regex": RefusedField((), _STRUCTURED),
-    "guided_choice": RefusedField((), _STRUCTURED),
-    "guided_grammar": RefusedField((), _STRUCTURED),
-    "structural_tag": RefusedField((), _STRUCTURED),
     **{
         name: RefusedField((), _STRUCTURED) for name in ("grammar", "json_schema", "regex", "ebnf")
     },  # other servers' names
-    "tools": RefusedField(([],), _TOOLS),
     "functions": RefusedField(([],), _TOOLS),
-    "tool_choice": RefusedField(("none", "auto"), 'not supported yet: use "none" or "auto", or leave it out'),
-    "function_call": RefusedField(("none", "auto"), 'not supported yet: use "none" or "auto", or leave it out'),
-    "parallel_tool_calls": RefusedField((True, False), "not a boolean: use true or false, or leave it out"),
+    "function_call": RefusedField(("none", "auto"), _TOOLS),
     "modalities": RefusedField((["text"],), _TEXT_ONLY),
     "audio": RefusedField((), _TEXT_ONLY),
     "media_io_kwargs": RefusedField(({},), _TEXT_ONLY),
@@ -70,10 +62,6 @@ REFUSED: dict[str, RefusedField] = {
     "web_search_options": RefusedField((), _NO),
     "chat_template": RefusedField((), "not supported: the server uses the model's own template; leave it out"),
     "documents": RefusedField(([],), "not supported: leave it out and put the documents into a message"),
-    "include_reasoning": RefusedField(
-        (True,), "not supported yet: reasoning is not separated from the answer; leave it out"
-    ),
-    "thinking_token_budget": RefusedField((), _NO),
     "prompt_embeds": RefusedField(([],), "not supported: send prompt as text or as token ids"),
     "truncation_side": RefusedField(("left",), 'not supported: use "left", or leave it out'),
     "logits_processors": RefusedField(([],), "not supported: a server runs no code of its clients; leave it out"),
@@ -94,10 +82,14 @@ REFUSED_IN_CHAT = {
     "add_special_tokens": RefusedField((False,), "not supported in chats: the chat template writes special tokens"),
 }
 REFUSED_IN_COMPLETION = {
+    **{
+        name: RefusedField(neutral, "not supported here: use /v1/chat/completions")
+        for name, neutral in (("tools", ([],)), ("tool_choice", ("none", "auto")))
+    },
     "add_special_tokens": RefusedField((True,), "not supported: send token ids from /tokenize to choose them yourself"),
 }
-# With tool_choice or function_call "none", tools and functions have no effect: the chat template does not get them.
-_DECLINED_BY = {"tools": "tool_choice", "functions": "function_call"}
+# With function_call "none", functions have no effect.
+_DECLINED_BY = {"functions": "function_call"}
 
 
 def refused_fields(*, chat: bool) -> dict[str, RefusedField]:

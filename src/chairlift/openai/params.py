@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_type_hints
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import ALL, SamplingParams
+from chairlift.openai import structured
 from chairlift.openai.fields import IGNORED, refuse_unsupported, refused_fields
 
 Body = Mapping[str, Any]
@@ -64,10 +65,12 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
     ),
 }
-_READ = frozenset({*FIELDS, *READ_APART, "model", "max_completion_tokens"})
+_READ = frozenset({*FIELDS, *READ_APART, *structured.FIELDS, "model", "max_completion_tokens"})
 _CHAT = frozenset(
     {
-        *("messages", "top_logprobs", "reasoning_effort"),
+        *("messages", "top_logprobs", "reasoning_effort", "include_reasoning"),
+        *("max_thinking_tokens", "thinking_token_budget"),
+        *("tools", "tool_choice", "parallel_tool_calls"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     }
 )
@@ -119,6 +122,15 @@ def read_template_options(body: Body) -> dict[str, Any]:
     return {**(get(body, "chat_template_kwargs", "an object") or {}), **found}
 
 
+def read_thinking(body: Body) -> int | None:
+    """Read the most tokens of reasoning: our field, or vLLM's name for it."""
+    found = [get(body, name, "a whole number") for name in ("max_thinking_tokens", "thinking_token_budget")]
+    budget = next((each for each in found if each is not None), None)
+    if budget is not None and not 0 <= budget < 1 << 31:
+        raise RequestError(f"max_thinking_tokens is {budget}: use 0 or more")
+    return budget
+
+
 def read_prompts(body: Body) -> list[str | list[int]]:
     """Read the prompts of a plain completion: a text, token ids, or a list of either."""
     prompt = body.get("prompt")
@@ -144,7 +156,13 @@ def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Ma
             raise RequestError(
                 f"{name} is -1: log-probabilities of the whole vocabulary are available in process only; use 0 to 64"
             )
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body), **own)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=_logit_bias(body),
+        structured=structured.read_structured(body),
+        **own,
+    )
 
 
 def _logit_bias(body: Body) -> dict[int, float]:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from chairlift.text.message import PLAIN, MessageFormat, read_message, reasoning_tokens
+
 if TYPE_CHECKING:
-    from chairlift.text.outputs import Logprob, RequestOutput
+    from chairlift.text.outputs import Answer, Logprob, RequestOutput
     from chairlift.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity, which JSON does not have
@@ -29,27 +31,48 @@ def chat_completion(
     *,
     id: str | None = None,
     token_ids: bool = False,
+    form: MessageFormat = PLAIN,
 ) -> dict[str, Any]:
     """Return the reply to a chat completion; `top` is the number of alternatives per token."""
-    choices = [
-        {
+    choices = []
+    for answer in output.outputs:
+        message, reason = chat_message(answer, form)
+        choice = {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": None
             if answer.logprobs is None
             else chat_logprobs(answer.token_ids, answer.logprobs, top or 0, tokenizer),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": reason,
             "stop_reason": answer.stop_reason,
             **({"token_ids": answer.token_ids} if token_ids else {}),
         }
-        for answer in output.outputs
-    ]
+        choices.append(choice)
     reply = _reply(id or new_id("chatcmpl"), "chat.completion", model, choices, usage([output]))
     if output.prompt_logprobs is not None:
         reply["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     if token_ids:
         reply["prompt_token_ids"] = output.prompt_token_ids
     return reply
+
+
+def chat_message(answer: Answer, form: MessageFormat) -> tuple[dict[str, Any], str | None]:
+    """Return an answer as a message, and its finish reason."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if form.is_plain:
+        return message, answer.finish_reason
+    read = read_message(form, answer.text)
+    message["content"] = read.content
+    if read.reasoning:
+        message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
+    if not read.calls:
+        return message, answer.finish_reason
+    message["content"] = read.content or None
+    message["tool_calls"] = [
+        {"id": new_id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in read.calls
+    ]
+    return message, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
 
 
 def text_completion(
@@ -108,12 +131,22 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.metrics.output_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    return {
+    found = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(output.thinking is not None for output in outputs):
+        found["completion_tokens_details"] = {"reasoning_tokens": sum(map(_reasoning_tokens, outputs))}
+    return found
+
+
+def _reasoning_tokens(output: RequestOutput) -> int:
+    if (thinking := output.thinking) is None:
+        return 0
+    answers = (answer.token_ids for answer in output.outputs)
+    return sum(reasoning_tokens(ids, thinking.start, thinking.end, thinking.is_open) for ids in answers)
 
 
 def error_object(

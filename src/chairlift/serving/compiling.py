@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Thread
 from typing import NamedTuple
 
@@ -66,19 +67,15 @@ class Compiler:
         except Exception as error:
             found = error
         self._done.append(Compiled(name, found))
-        try:
+        with suppress(BlockingIOError):  # the reader has thousands to read already
             os.write(self._writer, b"x")
-        except BlockingIOError:  # the reader has thousands to read already
-            pass
 
     def take(self) -> list[Compiled]:
         """Return what has been compiled since the last call."""
         if not self._done:
             return []
-        try:
+        with suppress(BlockingIOError):  # the byte is written after the result
             os.read(self.reader, 1 << 16)
-        except BlockingIOError:  # the byte is written after the result
-            pass
         found = []
         while self._done:
             found.append(self._done.popleft())

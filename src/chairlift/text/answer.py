@@ -23,6 +23,7 @@ class AnswerReader:
         tokenizer: Tokenizer | None,
         *,
         keep_scores: bool = True,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self.answer = Answer(index)
         self._params = params
@@ -36,6 +37,7 @@ class AnswerReader:
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
+                kept=kept,
             )
         if params.logprobs is not None and keep_scores:
             self.answer.logprobs = []

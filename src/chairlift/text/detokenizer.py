@@ -32,11 +32,12 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self.stop_tokens: int | None = None
         """The number of pushed tokens up to the end of the stop string."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._hidden = tokenizer.special_ids - kept if skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.pieces.errors)
         self._stops = StopSearch(stop, include_stop)
         self._min_tokens = min_tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from chairlift.core.constraint import Thinking
+
 
 class Logprob(NamedTuple):
     """A token's log-probability, its rank in the vocabulary, and its text."""
@@ -85,6 +87,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
+    thinking: Thinking | None = None  # how its answers' reasoning begins and ends, if the model reasons
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission; set with the first token
 
     @property

@@ -9,6 +9,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.request import FinishReason
 from chairlift.core.step import PromptLogprobs, TokenLogprobs
 from chairlift.text.answer import AnswerReader, describe
+from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Chunk, RequestMetrics, RequestOutput, best
 from chairlift.text.tokenizer import Tokenizer
 
@@ -39,13 +40,15 @@ class RequestReader:
         arrival: float,
         *,
         keep_scores: bool = True,  # otherwise log-probabilities are only summed: the caller keeps them itself
+        form: MessageFormat = PLAIN,
     ) -> None:
         self._n = params.n
         self._tokenizer = tokenizer if params.detokenize else None
         # The engine ranks beams itself and reports the n best; other answers are ranked here, by `best`.
         count = params.n if params.use_beam_search else params.width
+        kept = frozenset[int]() if tokenizer is None else form.kept_ids(tokenizer)
         self._readers = [
-            AnswerReader(index, prompt, params, tokenizer, keep_scores=keep_scores) for index in range(count)
+            AnswerReader(index, prompt, params, tokenizer, keep_scores=keep_scores, kept=kept) for index in range(count)
         ]
         self.output = RequestOutput(
             request_id=request_id,
