@@ -393,5 +393,6 @@ ANSWERS = {
     "mistral": MISTRAL,
     "mistral-args": MISTRAL_ARGS,
     "deepseek": DEEPSEEK,
+    "deepseek-v3.1": DEEPSEEK,
     "harmony": HARMONY,
 }

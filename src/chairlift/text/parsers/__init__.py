@@ -5,7 +5,7 @@ A family enters with a file that defines a Dialect and a line in DIALECTS. Modul
 
 from collections.abc import Sequence
 
-from chairlift.text.parsers.deepseek import DEEPSEEK
+from chairlift.text.parsers.deepseek import DEEPSEEK, DEEPSEEK_V31
 from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.events import MessageParser, PlainText
 from chairlift.text.parsers.harmony import HARMONY
@@ -23,6 +23,7 @@ DIALECTS = {
     for dialect in (
         HARMONY,
         DEEPSEEK,
+        DEEPSEEK_V31,
         MISTRAL_ARGS,
         MISTRAL,
         QWEN_CODER,

@@ -5,6 +5,7 @@ import re
 from chairlift.text.parsers.arriving import Markers, Reader
 from chairlift.text.parsers.calls import CallParser
 from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.grammar import CallFormat
 from chairlift.text.parsers.json_text import read_value
 
 
@@ -50,9 +51,28 @@ class DeepSeekParser(CallParser):
         return True
 
 
+_KEPT = (_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END)
+
+# The templates of both contain the word `function`; the fence tells them apart.
 DEEPSEEK = Dialect(
     name="deepseek",
-    signs=((_ALL_BEGIN,),),
-    kept=(_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END),
+    signs=((_ALL_BEGIN, _FENCE),),
+    kept=_KEPT,
     parser=DeepSeekParser,
+    calls=CallFormat(
+        trigger=_ALL_BEGIN,
+        before=f"{_BEGIN}function{_SEPARATOR}",
+        after=f"\n{_FENCE}\n",
+        tail=f"\n```{_END}",
+        between="\n",
+        closing=_ALL_END,
+    ),
+)
+
+DEEPSEEK_V31 = Dialect(
+    name="deepseek-v3.1",
+    signs=((_ALL_BEGIN,),),
+    kept=_KEPT,
+    parser=DeepSeekParser,
+    calls=CallFormat(trigger=_ALL_BEGIN, before=_BEGIN, after=_SEPARATOR, tail=_END, closing=_ALL_END),
 )

@@ -2,6 +2,7 @@
 
 from chairlift.text.parsers.arriving import Markers, Reader
 from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.grammar import CallFormat
 from chairlift.text.parsers.json_calls import JsonCallParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -25,4 +26,12 @@ HERMES = Dialect(
     signs=(("<tool_call>", '"name"'), ("<tool_call>", '\\"name\\"')),
     kept=(_BEGIN, _END),
     parser=HermesParser,
+    calls=CallFormat(
+        trigger=_BEGIN,
+        before='\n{"name": "',
+        after='", "arguments": ',
+        tail=f"}}\n{_END}",
+        between="\n",
+        repeats=True,
+    ),
 )

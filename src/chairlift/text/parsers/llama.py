@@ -2,6 +2,7 @@
 
 from chairlift.text.parsers.arriving import Markers, Reader
 from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.grammar import CallFormat
 from chairlift.text.parsers.json_calls import JsonCallParser
 
 _TAG = "<|python_tag|>"
@@ -31,6 +32,12 @@ LLAMA = Dialect(
     signs=(("<|python_tag|>", '"parameters"'), ("<|start_header_id|>", '"parameters"')),
     kept=(_TAG,),
     parser=LlamaParser,
+    calls=CallFormat(before='{"name": "', after='", "parameters": ', tail="}", between="; "),
 )
 
-JSON = Dialect(name="json", signs=(("tool_calls",),), parser=BareJsonParser)
+JSON = Dialect(
+    name="json",
+    signs=(("tool_calls",),),
+    parser=BareJsonParser,
+    calls=CallFormat(before='{"name": "', after='", "arguments": ', tail="}", between="\n"),
+)

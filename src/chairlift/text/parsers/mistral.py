@@ -4,6 +4,7 @@ import re
 
 from chairlift.text.parsers.arriving import Markers, Reader
 from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.grammar import CallFormat
 from chairlift.text.parsers.json_calls import JsonCallParser
 from chairlift.text.parsers.json_text import read_value
 
@@ -49,5 +50,27 @@ class MistralParser(JsonCallParser):
 
 
 _KEPT = (_CALLS, _ID, _ARGS)
-MISTRAL = Dialect(name="mistral", signs=((_CALLS,),), kept=_KEPT, parser=MistralParser)
-MISTRAL_ARGS = Dialect(name="mistral-args", signs=((_CALLS, _ARGS),), kept=_KEPT, parser=MistralParser)
+
+MISTRAL = Dialect(
+    name="mistral",
+    signs=((_CALLS,),),
+    kept=_KEPT,
+    parser=MistralParser,
+    calls=CallFormat(
+        trigger=_CALLS,
+        opening="[",
+        before='{"name": "',
+        after='", "arguments": ',
+        tail="}",
+        between=", ",
+        closing="]",
+    ),
+)
+
+MISTRAL_ARGS = Dialect(
+    name="mistral-args",
+    signs=((_CALLS, _ARGS),),
+    kept=_KEPT,
+    parser=MistralParser,
+    calls=CallFormat(trigger=_CALLS, before="", after=_ARGS, repeats=True),
+)

@@ -5,7 +5,9 @@ import re
 from chairlift.text.parsers.arriving import Markers, Reader
 from chairlift.text.parsers.calls import CallParser
 from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.grammar import CallFormat
 from chairlift.text.parsers.json_text import quote
+from chairlift.text.parsers.keyed_grammar import python_arguments
 from chairlift.text.parsers.python_text import read_value
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
@@ -66,4 +68,12 @@ class PythonicParser(CallParser):
         return key if key and (yield from text.literal("=")) else ""
 
 
-PYTHONIC = Dialect(name="pythonic", signs=((_BEGIN,),), kept=(_BEGIN, _END), parser=PythonicParser)
+PYTHONIC = Dialect(
+    name="pythonic",
+    signs=((_BEGIN,),),
+    kept=(_BEGIN, _END),
+    parser=PythonicParser,
+    calls=CallFormat(
+        opening="[", before="", after="(", tail=")", between=", ", closing="]", arguments=python_arguments
+    ),
+)

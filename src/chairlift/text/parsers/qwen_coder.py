@@ -5,7 +5,9 @@ import re
 from chairlift.text.parsers.arriving import Markers, Reader
 from chairlift.text.parsers.calls import CallParser
 from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.grammar import CallFormat
 from chairlift.text.parsers.json_text import quote
+from chairlift.text.parsers.keyed_grammar import xml_arguments
 from chairlift.text.parsers.typed_text import TrimmedText, is_string, typed
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -81,4 +83,13 @@ QWEN_CODER = Dialect(
     signs=((_FUNCTION, _PARAMETER),),
     kept=(_BEGIN, _END),
     parser=QwenCoderParser,
+    calls=CallFormat(
+        trigger=_BEGIN,
+        before=f"\n{_FUNCTION}",
+        after=">\n",
+        tail=f"{_FUNCTION_END}\n{_END}",
+        between="\n",
+        repeats=True,
+        arguments=xml_arguments,
+    ),
 )

@@ -1,0 +1,150 @@
+"""Grammars accept the calls that they must force and no others, and the parsers read what the grammars accept."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llguidance
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from parsing import NOW, SEARCH, WEATHER, parse
+
+from chairlift.text.parsers import DIALECTS, parser_for
+from chairlift.text.parsers.dialect import Dialect
+from chairlift.text.parsers.tools import Tool
+
+KYOTO = {"city": "Kyoto", "days": 3, "metric": True}
+STRICT = [Tool(tool.name, tool.parameters, strict=True) for tool in (WEATHER, SEARCH, NOW)]
+LOOSE = [WEATHER, SEARCH, NOW]
+
+
+class ByteVocabulary:
+    """A tokenizer whose tokens are bytes, and markers as special tokens or not at all."""
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self.eos_token_id, self.bos_token_id = 256, None
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>", *(marker.encode() for marker in markers)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.ids = {marker: 257 + index for index, marker in enumerate(markers)}
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def encode(self, text: str) -> list[int]:
+        for marker, id in self.ids.items():
+            head, found, rest = text.partition(marker)
+            if found:
+                return [*self.encode(head), id, *self.encode(rest)]
+        return list(text.encode())
+
+
+@pytest.fixture(params=["markers are text", "markers are special tokens"])
+def vocabulary_of(request: pytest.FixtureRequest) -> Callable[[Dialect], ByteVocabulary]:
+    return lambda dialect: ByteVocabulary(dialect.kept if "special" in request.param else ())
+
+
+class Checker:
+    """Tells whether a grammar accepts a text as a whole."""
+
+    def __init__(self, vocabulary: ByteVocabulary, grammar: str | None) -> None:
+        assert grammar is not None
+        self._vocabulary = vocabulary
+        self._matcher = LLMatcher(LLTokenizer(llguidance.TokenizerWrapper(vocabulary)), grammar)
+        assert not self._matcher.is_error(), self._matcher.get_error() + grammar
+
+    def accepts(self, text: str) -> bool:
+        self._matcher.reset()
+        ids = self._vocabulary.encode(text)
+        return self._matcher.try_consume_tokens(ids) == len(ids) and self._matcher.is_accepting()
+
+
+def written(dialect: Dialect, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Return calls as the format writes them."""
+    form = dialect.calls
+    repeated = form.trigger if form.repeats else ""
+    texts = (
+        form.before + name + form.after + arguments_of(dialect, arguments) + form.tail for name, arguments in calls
+    )
+    return form.trigger + form.opening + (form.between + repeated).join(texts) + form.closing
+
+
+def arguments_of(dialect: Dialect, arguments: dict[str, Any]) -> str:
+    if dialect.name == "pythonic":
+        return ", ".join(
+            f"{key}={value if isinstance(value, bool) else json.dumps(value, ensure_ascii=False)}"
+            for key, value in arguments.items()
+        )
+    if dialect.name == "qwen-coder":
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in arguments.items()
+        }
+        return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+each_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+
+
+@each_dialect
+def test_a_required_call_is_a_call_and_matches_its_schema(dialect: Dialect, vocabulary_of: Any) -> None:
+    vocabulary = vocabulary_of(dialect)
+    grammar = dialect.grammar(LOOSE, required=True, parallel=False, special=vocabulary.ids.get)
+    checker = Checker(vocabulary, grammar)
+    for name, arguments in (("get_weather", KYOTO), ("get_weather", {"city": "a"}), ("now", {})):
+        assert checker.accepts(written(dialect, (name, arguments))), (name, arguments)
+    assert not checker.accepts("Hello.")
+    assert not checker.accepts("")
+    assert not checker.accepts(written(dialect, ("get_weather", {"days": 3}))), "city is required"
+    assert not checker.accepts(written(dialect, ("get_weather", {"city": "Kyoto", "days": "3 days"})))
+    assert not checker.accepts(written(dialect, ("launch", {}))), "not one of the tools"
+    assert not checker.accepts(written(dialect, ("now", {}), ("now", {}))), "one call"
+
+
+@each_dialect
+def test_a_named_call_is_a_call_of_that_tool(dialect: Dialect, vocabulary_of: Any) -> None:
+    vocabulary = vocabulary_of(dialect)
+    checker = Checker(vocabulary, dialect.grammar([SEARCH], required=True, special=vocabulary.ids.get))
+    assert checker.accepts(written(dialect, ("search", {"query": "日本"})))
+    assert not checker.accepts(written(dialect, ("now", {})))
+
+
+@each_dialect
+def test_parallel_calls_are_accepted_and_parsed(dialect: Dialect, vocabulary_of: Any) -> None:
+    if dialect.name == "harmony":
+        pytest.skip("a call ends the answer")
+    vocabulary = vocabulary_of(dialect)
+    calls = (("search", {"query": "a"}), ("now", {}), ("get_weather", KYOTO))
+    text = written(dialect, *calls)
+    for tools, required in ((LOOSE, True), (STRICT, False)):
+        checker = Checker(vocabulary, dialect.grammar(tools, required=required, special=vocabulary.ids.get))
+        assert checker.accepts(text)
+        message = parse(parser_for(dialect, LOOSE), text)
+        assert [(name, json.loads(arguments)) for name, arguments in message.calls] == list(calls)
+        assert message.content == ""
+
+
+@each_dialect
+def test_free_text_stays_free_and_strict_calls_in_it_match_their_schemas(dialect: Dialect, vocabulary_of: Any) -> None:
+    vocabulary = vocabulary_of(dialect)
+    tools = [STRICT[0], NOW]
+    checker = Checker(vocabulary, dialect.grammar(tools, required=False, special=vocabulary.ids.get))
+    talk = "<|channel|>final<|message|>" if dialect.name == "harmony" else ""
+    before = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" if talk else "I look.\n"
+    for text in ("Hello.", "a\n\n{b} [c] <d>", "日本\n[1] 2"):
+        assert checker.accepts(talk + text), text
+    good, bad = (written(dialect, ("get_weather", each)) for each in (KYOTO, {"days": 3}))
+    assert checker.accepts(good)
+    assert checker.accepts(before + good)
+    assert not checker.accepts(bad)
+    assert not checker.accepts(before + bad)
+    assert checker.accepts(written(dialect, ("now", {"any": "thing"}))), "not strict"
+    message = parse(parser_for(dialect, tools), before + good)
+    assert [(name, json.loads(arguments)) for name, arguments in message.calls] == [("get_weather", KYOTO)]
+    assert message.content == "I look."
+
+
+@each_dialect
+def test_without_strict_tools_an_optional_call_needs_no_grammar(dialect: Dialect) -> None:
+    assert dialect.grammar(LOOSE, required=False) is None
+    assert dialect.grammar([], required=True) is None
