@@ -57,6 +57,7 @@ RARE_OPTIONS = {
     "cors_origin",
     "tls_cert",
     "tls_key",
+    "tool_parser",
     "metrics_compat",
     "otlp_endpoint",
     "log_format",

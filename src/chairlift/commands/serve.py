@@ -73,6 +73,12 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="A certificate chain file, to serve HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The private key file of --tls-cert.")] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls, for a chat template that is not recognised (docs/tools.md)."
+        ),
+    ] = None,
     metrics_compat: Annotated[
         Literal["vllm"] | None, typer.Option(help="Also expose metrics under vLLM's names, for existing dashboards.")
     ] = None,
@@ -95,6 +101,7 @@ def serve(
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
     from chairlift.serving.keys import digest_of
+    from chairlift.text.parsers import DIALECTS
 
     chosen = Settings.of(**settings)  # rejects a wrong value before a process is started
     if chosen.scheduling.batching == "static":
@@ -111,6 +118,8 @@ def serve(
         raise SettingsError(f"--max-wait is {max_wait:g}: use seconds above 0")
     if request_timeout is not None and request_timeout <= 0:
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
+    if tool_parser is not None and tool_parser not in DIALECTS:
+        raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     begin_loading(model, settings, is_told=True)
     from chairlift.serving.plan import Plan
@@ -134,6 +143,7 @@ def serve(
         origins=cors_origin or [],
         certificate=None if tls_cert is None else str(tls_cert),
         private_key=None if tls_key is None else str(tls_key),
+        tool_parser=tool_parser,
         metrics_compat=metrics_compat,
         otlp_endpoint=otlp_endpoint,
         log_format=log_format,

@@ -72,6 +72,7 @@ class Deltas:
 
     def __init__(self, form: MessageFormat) -> None:
         self._parser = form.parser()
+        self._shows_reasoning = form.shows_reasoning
         self.calls = 0
 
     def of(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
@@ -79,7 +80,7 @@ class Deltas:
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()
-        return [self._delta(event) for event in events]
+        return [self._delta(event) for event in events if self._shows_reasoning or not isinstance(event, Reasoning)]
 
     def _delta(self, event: Event) -> dict[str, Any]:
         match event:

@@ -58,12 +58,12 @@ def _response_format(given: Any) -> dict[str, Any]:
             return {"json": schema}
         case {"type": "json_schema"}:
             raise RequestError(
-                'response_format has no schema: use {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+                'response_format has no schema: use {"type": "json_schema", "json_schema": {"schema": {...}}}'
             )
         case {"type": "structural_tag", **tags}:
             return {"structural_tag": tags}
     raise RequestError(
-        f"response_format is {show(given)}: use an object with the type text, json_object, json_schema or structural_tag"
+        f"response_format is {show(given)}: use an object of type text, json_object, json_schema or structural_tag"
     )
 
 

@@ -20,7 +20,7 @@ class ToolUse:
     """The tools that the model may call, and whether it must."""
 
     tools: list[Tool]
-    shown: list[Mapping[str, Any]]  # as the client sent them: the chat template writes them into the prompt
+    shown: list[dict[str, Any]]  # as the client sent them: the chat template writes them into the prompt
     choice: str = "auto"  # "auto", "required" or "named"
     parallel: bool = True
     named: Sequence[Tool] = field(default=())  # of which it may call: all, or the named one

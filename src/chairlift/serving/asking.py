@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import secrets
+from collections import OrderedDict
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from chairlift.core.constraint import Thinking
 from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
+from chairlift.core.structured import Structured
 from chairlift.openai.params import (
     Body,
     get,
@@ -19,11 +22,16 @@ from chairlift.openai.params import (
     read_completion_params,
     read_prompts,
     read_template_options,
+    read_thinking,
 )
+from chairlift.openai.tools import ToolUse, read_tools
 from chairlift.serving.generation import Asked
 from chairlift.serving.messages import Hello
-from chairlift.serving.text_jobs import Chat, Encode, Encoded, Job, Prompt, Room, estimate, perform
+from chairlift.serving.text_jobs import Chat, CheckGrammar, Encode, Encoded, Job, Prompt, Room, estimate, perform
 from chairlift.serving.text_pool import TextPool
+from chairlift.text.grammar import call_or_json
+from chairlift.text.message import Family
+from chairlift.text.parsers import DIALECTS
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
 
@@ -42,6 +50,7 @@ MOST = {
 LONGEST = {"stop": 1024, "bad_words": 128}  # characters of an entry: every step searches the text for each of them
 _REPEATED = 1 << 20  # token ids that a call sends with each of its prompts, summed over the prompts
 INLINE = 2000  # characters that tokenize in 1 to 2 ms: less than a round trip to a text process
+_GRAMMARS, _GRAMMAR_CHARACTERS = 256, 4 << 20  # checked grammars to keep
 _EACH = 32  # characters of fixed cost per string
 # Template variables that the server sets: chat_template_kwargs may not override them.
 _OURS = frozenset(inspect.signature(render).parameters) - {"kwargs"}
@@ -63,18 +72,74 @@ class Reader:
     no_tokenizer: str  # the reason, if tokenizer is None
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of sampling fields that a request leaves out
     pool: TextPool = field(kw_only=True)
+    family: Family = field(default_factory=Family, kw_only=True)
+    grammars: OrderedDict[Structured, str] = field(default_factory=OrderedDict, kw_only=True)  # checked ones
 
     async def chat(self, body: Body, hello: Hello, attend: Attend) -> list[Asked]:
         """Read a chat completion: one prompt."""
         check_sizes(body)
-        params = read_chat_params(body, self.defaults)
+        params, use, budget = read_chat_params(body, self.defaults), read_tools(body), read_thinking(body)
+        shows_reasoning = get(body, "include_reasoning", "true or false") is not False
         self._require_for_words(params)
-        encoded = await self._encode(self.chat_job(body, room_of(hello, params), params.bad_words), attend)
+        encoded = await self._encode(self.chat_job(body, room_of(hello, params), params.bad_words, use), attend)
         try:
-            return self._ask([(None, encoded.prompts[0])], encoded.words, params, hello)
+            [asked] = self._ask([(None, encoded.prompts[0])], encoded.words, params, hello)
         except ContextLengthError as error:
             error.field = "messages"
             raise
+        form = self.family.form([] if use is None else use.tools, shows_reasoning=shows_reasoning)
+        return [
+            replace(
+                asked,
+                grammar=await self._grammar(self._structured(params, use), attend),
+                thinking=self._thinking(encoded, budget),
+                form=form.opened(encoded.is_open),
+            )
+        ]
+
+    def _structured(self, params: SamplingParams, use: ToolUse | None) -> Structured | None:
+        """Return what the answer must match: the format asked for, or a call that tools or tool_choice require."""
+        found: Structured | None = params.structured
+        if use is None:
+            return found
+        tokenizer = self.require_tokenizer()
+        if use.is_forced and found is not None:
+            raise RequestError("tool_choice requires a call, and response_format another answer: leave one of them out")
+
+        def special(marker: str) -> int | None:
+            id = tokenizer.backend.token_to_id(marker)
+            return id if id in tokenizer.special_ids else None
+
+        calls = DIALECTS[self.family.dialect].grammar(
+            use.named, required=use.is_forced or found is not None, parallel=use.parallel, special=special
+        )
+        if calls is None or found is None:
+            return None if calls is None else Structured("grammar", calls)
+        return call_or_json(calls, found)
+
+    def _thinking(self, encoded: Encoded, budget: int | None) -> Thinking | None:
+        """Return how the answer's reasoning begins and ends; None if it has none."""
+        markers = self.family.reasoning
+        if markers is None or encoded.is_closed:
+            return None
+        encode = self.require_tokenizer().encode
+        begin, end = (tuple(encode(marker, add_special_tokens=False)) for marker in (markers.begin, markers.end))
+        return Thinking(begin, end, encoded.is_open, budget)
+
+    async def _grammar(self, structured: Structured | None, attend: Attend) -> str:
+        """Check what an answer must match in a text process, and return the grammar."""
+        if structured is None:
+            return ""
+        self.require_tokenizer()
+        if (known := self.grammars.get(structured)) is not None:
+            self.grammars.move_to_end(structured)
+            return known
+        pieces = await attend(self.pool.do(CheckGrammar(structured)))
+        assert isinstance(pieces, list)
+        source = self.grammars[structured] = b"".join(pieces).decode()
+        while len(self.grammars) > _GRAMMARS or sum(map(len, self.grammars.values())) > _GRAMMAR_CHARACTERS:
+            self.grammars.popitem(last=False)
+        return source
 
     async def completion(self, body: Body, hello: Hello, attend: Attend) -> list[Asked]:
         """Read a plain completion: one prompt or several."""
@@ -94,7 +159,11 @@ class Reader:
         read: list[tuple[str | None, Prompt]] = []
         for each in prompts:
             read.append((each, next(found)) if isinstance(each, str) else (None, Prompt(len(each), each)))
-        return self._ask(read, encoded.words, params, hello)
+        asked = self._ask(read, encoded.words, params, hello)
+        if params.structured is None:
+            return asked
+        grammar = await self._grammar(params.structured, attend)
+        return [replace(each, grammar=grammar) for each in asked]
 
     def _check_texts(self, texts: list[str], room: Room, params: SamplingParams, hello: Hello) -> None:
         """Reject a text whose size alone shows that it exceeds the context."""
@@ -109,14 +178,16 @@ class Reader:
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(f"stop and bad_words cannot be read: {self.no_tokenizer}; use stop_token_ids")
 
-    def chat_job(self, body: Body, room: Room, words: Sequence[str] = ()) -> Chat:
+    def chat_job(self, body: Body, room: Room, words: Sequence[str] = (), use: ToolUse | None = None) -> Chat:
         """Return the job that turns a conversation into token ids with the model's chat template."""
         if self.require_tokenizer().chat_template is None:
             raise RequestError(f"{self.model} has no chat template: use /v1/completions with a plain prompt")
         options = read_template_options(body)
         if taken := (get(body, "chat_template_kwargs", "an object") or {}).keys() & _OURS:
             raise RequestError(f"chat_template_kwargs has {', '.join(sorted(taken))}: the server sets these itself")
-        return Chat(body.get("messages"), options, room, list(words))
+        tools = [] if use is None else use.shown
+        adds_tools = bool(tools) and not self.family.shows_tools
+        return Chat(body.get("messages"), options, room, list(words), tools, adds_tools, self.family.reasoning)
 
     async def do(self, job: Job, size: int, attend: Attend) -> Encoded | list[bytes]:
         """Run a job: in this process if it is short, else in a text process."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from chairlift.core.constraint import Thinking
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import FinishReason
@@ -19,6 +20,7 @@ from chairlift.serving.failures import Failure, broken, from_request, timed_out,
 from chairlift.serving.messages import REFUSED, AnswerUpdate, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import AnswerPart, OutputPart, decode_entries
+from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Chunk, RequestOutput
 from chairlift.text.reader import RequestReader, Update
 from chairlift.text.tokenizer import Tokenizer
@@ -37,6 +39,9 @@ class Asked:
     seed: int
     eos_ids: list[int]
     bad_words: list[list[int]]
+    grammar: str = ""
+    thinking: Thinking | None = None  # how the answers' reasoning begins and ends, if the model reasons
+    form: MessageFormat = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,10 @@ class Generation:
             group.tokenizer,
             group.arrival,
             keep_scores=group.streams,
+            form=asked.form,
         )
         self.output = self._reader.output
+        self.output.thinking = asked.thinking
         # Log-probabilities of a reply that is not streamed, still encoded: a text process decodes them.
         self._scores: list[list[bytes]] = [[] for _ in self.output.outputs]
         self._prompt_scores: list[tuple[int, bytes]] = []
@@ -101,6 +108,11 @@ class Generation:
             deadline=None if terms.ttft is None else self._group.arrival + terms.ttft,
             endpoint=terms.endpoint,
             salt=terms.salt,
+            grammar=asked.grammar,
+            # Only what forbids tokens concerns the engine.
+            thinking=asked.thinking
+            if asked.grammar or (asked.thinking and asked.thinking.budget is not None)
+            else None,
         )
         self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
         if not self._has_ended:  # the engine may have ended while the previous prompt was sent

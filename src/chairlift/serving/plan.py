@@ -29,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True):
     origins: list[str] = []
     certificate: str | None = None
     private_key: str | None = None
+    tool_parser: str | None = None
     metrics_compat: str | None = None
     otlp_endpoint: str | None = None
     log_format: str = "auto"

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from chairlift.core.constraint import Thinking
 from chairlift.core.step import TokenLogprobs
 from chairlift.openai.replies import chat_completion, text_completion
 from chairlift.text.answer import describe
+from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Answer, Logprob, RequestMetrics, RequestOutput
 from chairlift.text.tokenizer import Tokenizer
 
@@ -53,6 +55,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
     token_ids: bool = False
     echo: bool = False
     no_output: bool = False
+    form: MessageFormat = PLAIN
+    thinking: Thinking | None = None
 
     @property
     def weight(self) -> int:
@@ -72,7 +76,10 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
         """Return the reply's JSON."""
         outputs = [_output(part, tokenizer) for part in self.outputs]
         if self.is_chat:
-            reply = chat_completion(outputs[0], self.model, self.top, tokenizer, id=self.id, token_ids=self.token_ids)
+            outputs[0].thinking = self.thinking
+            reply = chat_completion(
+                outputs[0], self.model, self.top, tokenizer, id=self.id, token_ids=self.token_ids, form=self.form
+            )
         else:
             reply = text_completion(
                 outputs,

@@ -45,6 +45,7 @@ from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.text_pool import TextPool
 from chairlift.serving.traces import Traces
 from chairlift.serving.workers import Helpers
+from chairlift.text.message import Family
 
 log = logging.getLogger("chairlift")
 
@@ -173,7 +174,9 @@ class HttpProcess:
         tokenizer, missing = read_tokenizer(checkpoint)
         self._texts = TextPool(tokenizer)
         self._texts.start()  # in parallel with the engine's loading of the model
-        self._reader = Reader(plan.name, tokenizer, missing, self.defaults.values, pool=self._texts)
+        template = None if tokenizer is None else tokenizer.chat_template
+        family = Family.of(template, plan.tool_parser)
+        self._reader = Reader(plan.name, tokenizer, missing, self.defaults.values, pool=self._texts, family=family)
 
     def _service(self, hello: Hello) -> Service:
         plan = self._plan

@@ -253,6 +253,8 @@ class Call:
             self._shows_ids(options),
             options.echo,
             options.no_output,
+            answering.generations[0].asked.form,
+            answering.generations[0].asked.thinking,
         )
         return await self.written(reply, reply.weight)
 
@@ -261,7 +263,8 @@ class Call:
         common = (name, self.service.model, self.service.reader.tokenizer, prompts)
         shown = {"usage": options.include_usage, "token_ids": self._shows_ids(options)}
         if chat:
-            return ChatChunks(*common, top=answering.generations[0].asked.params.logprobs or 0, **shown)
+            asked = answering.generations[0].asked
+            return ChatChunks(*common, top=asked.params.logprobs or 0, form=asked.form, **shown)
         return TextChunks(*common, echo=options.echo, no_output=options.no_output, **shown)
 
 

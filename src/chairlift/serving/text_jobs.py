@@ -11,10 +11,14 @@ from typing import Any
 import msgspec
 
 from chairlift.core.errors import RequestError
+from chairlift.core.structured import Structured
 from chairlift.openai.conversation import read_messages
 from chairlift.serving.reply_jobs import Reply
+from chairlift.text.grammar import grammars_for
+from chairlift.text.parsers.reasoning import ReasoningMarkers, opens_reasoning
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tool_prompt import show_tools
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +44,9 @@ class Chat(msgspec.Struct, frozen=True, array_like=True, tag=2):
     options: dict[str, Any]
     room: Room
     words: list[str] = []
+    tools: list[dict[str, Any]] = []
+    adds_tools: bool = False  # the template does not write tools: add them to the system message
+    reasoning: ReasoningMarkers | None = None
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -56,7 +63,13 @@ class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=4):
     ids: list[int]
 
 
-Job = Encode | Chat | Tokenize | Detokenize | Reply
+class CheckGrammar(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Check what an answer must match; the result is the grammar."""
+
+    structured: Structured
+
+
+Job = Encode | Chat | Tokenize | Detokenize | Reply | CheckGrammar
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +85,8 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=20):
 
     prompts: list[Prompt]
     words: list[list[int]]  # bad words in token ids
+    is_open: bool = False  # a chat's prompt ends inside the reasoning
+    is_closed: bool = False  # a chat's prompt ends behind the reasoning
 
 
 def perform(job: Job, tokenizer: Tokenizer | None) -> Encoded | bytes:
@@ -84,6 +99,8 @@ def perform(job: Job, tokenizer: Tokenizer | None) -> Encoded | bytes:
             return _tokenize(job, tokenizer)
         case Detokenize():
             return msgspec.json.encode({"prompt": tokenizer.decode(job.ids, skip_special_tokens=False)})
+        case CheckGrammar():
+            return grammars_for(tokenizer).check(job.structured).encode()
     return _encode(job, tokenizer)
 
 
@@ -99,7 +116,12 @@ def estimate(text: str, most: int, tokenizer: Tokenizer) -> int | None:
 def _encode(job: Encode | Chat, tokenizer: Tokenizer) -> Encoded:
     words = tokenizer.spell_words(job.words)
     if isinstance(job, Chat):
-        return Encoded([_prompt(_write(job, tokenizer), job.room, tokenizer, special=False)], words)
+        text = _write(job, tokenizer)
+        encoded = Encoded([_prompt(text, job.room, tokenizer, special=False)], words)
+        if job.reasoning is None:
+            return encoded
+        is_open = opens_reasoning(text, job.reasoning)
+        return msgspec.structs.replace(encoded, is_open=is_open, is_closed=text.rstrip().endswith(job.reasoning.end))
     return Encoded([_prompt(text, job.room, tokenizer, job.special) for text in job.texts], words)
 
 
@@ -107,7 +129,11 @@ def _write(job: Chat, tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template
     assert template is not None, "Reader rejects chats without a template"
     messages = read_messages({"messages": job.messages})
-    return render(template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token, **job.options)
+    if job.adds_tools:
+        messages = show_tools(messages, job.tools)
+    tools = None if job.adds_tools or not job.tools else job.tools
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    return render(template, messages, bos_token=bos, eos_token=eos, tools=tools, **job.options)
 
 
 def _prompt(text: str, room: Room, tokenizer: Tokenizer, special: bool) -> Prompt:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from chairlift.core.errors import RequestError
 from chairlift.serving.failures import Failure, unavailable
-from chairlift.serving.text_jobs import Encoded, Job
+from chairlift.serving.text_jobs import CheckGrammar, Encoded, Job
 from chairlift.serving.text_process import End, OutOfMemory, Refused, Setup, Written, decode_end, encode
 from chairlift.text.confined import OUT_OF_MEMORY, TIMED_OUT, command, environment
 from chairlift.text.frames import LENGTH_BYTES, length_of
@@ -26,6 +26,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
+GRAMMAR_SECONDS = 10.0  # a process reads the vocabulary first, which takes up to two
 SHORT = 32_000  # bytes of a job that takes some tens of milliseconds
 SECONDS, LONG_SECONDS = 5.0, 20.0  # limits of a job; a short one that exceeds its limit has an endless chat template
 MEMORY = 1 << 30  # bytes for one job: a million tokens of English use half of it
@@ -47,6 +48,7 @@ class TextPool:
         file = self._setup.fileno()
         self._short = Lane(file, SECONDS, processes=1)
         self._long = Lane(file, LONG_SECONDS, processes=_LONG_PROCESSES)
+        self._grammars = Lane(file, GRAMMAR_SECONDS, processes=1)  # apart: no conversation waits for one
 
     def start(self) -> None:
         """Start the process for short jobs; the others start on demand."""
@@ -55,12 +57,15 @@ class TextPool:
     async def do(self, job: Job) -> Result:
         """Run a job; return token ids or pieces of JSON, or raise a RequestError or a Failure."""
         raw = encode(job)
+        if isinstance(job, CheckGrammar):
+            return await self._grammars.do(raw)
         return await (self._short if len(raw) <= SHORT else self._long).do(raw)
 
     async def close(self) -> None:
         """End the processes."""
         await self._short.close()
         await self._long.close()
+        await self._grammars.close()
         self._setup.close()
 
 

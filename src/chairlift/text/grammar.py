@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +74,23 @@ def _tags(found: dict[str, Any]) -> str:
     return str(library.StructTag.to_grammar(tags, assume_special=False))
 
 
+@lru_cache(maxsize=1)
+def grammars_for(tokenizer: Tokenizer) -> Grammars:
+    """Return the grammars of a tokenizer, to check them with: masks would be wider than a model's."""
+    own = tokenizer.eos_token_id
+    return Grammars(tokenizer, tokenizer.vocab_size, [] if own is None else [own])
+
+
+def call_or_json(calls: str, structured: Structured) -> Structured:
+    """Return what matches a grammar of tool calls, or JSON."""
+    if structured.kind not in ("json", "json_object"):
+        raise RequestError(f"tools cannot be combined with {structured.kind}: use json, or leave one of them out")
+    schema = json.loads(structured.source or '{"type":"object"}')
+    schema = {**schema, "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
+    head, _, rest = calls.partition("\nstart:")
+    return Structured("grammar", f"{head}\nstart: calls | %json {json.dumps(schema)}\ncalls:{rest}")
+
+
 class Grammars:
     """Compiles the grammars of one model, and keeps those used last."""
 
@@ -90,7 +108,7 @@ class Grammars:
             max_grammar_size=500_000,
             verbose_errors=False,
         )
-        self._executor = library.LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+        self._threads: Any = None
         self._words = (size + 31) // 32
         self._compiled: OrderedDict[str, GrammarConstraint] = OrderedDict()
         self._characters = 0
@@ -139,8 +157,10 @@ class Grammars:
             if isinstance(grammar := constraint.pending, GrammarConstraint):
                 jobs.append((grammar, place))
         if jobs:
+            if self._threads is None:
+                self._threads = _library().LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
             pairs = [(grammar.matcher, place) for grammar, place in jobs]
-            self._executor.unsafe_compute_mask_ptr(pairs, packed.ctypes.data, 4 * self._words, len(constraints))
+            self._threads.unsafe_compute_mask_ptr(pairs, packed.ctypes.data, 4 * self._words, len(constraints))
         for grammar, place in jobs:
             grammar.computed = packed[place].tobytes()
         return one_by_one(constraints)

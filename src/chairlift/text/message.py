@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from chairlift.text.parsers import DIALECTS, parser_for
+from chairlift.core.errors import SettingsError
+from chairlift.text.parsers import DIALECTS, dialect_of, parser_for
 from chairlift.text.parsers.events import CallStart, Content, Event, MessageParser, Reasoning
-from chairlift.text.parsers.reasoning import ReasoningMarkers
+from chairlift.text.parsers.reasoning import ReasoningMarkers, reasoning_of
 from chairlift.text.parsers.tools import Tool
 from chairlift.text.tokenizer import Tokenizer
 
@@ -19,6 +21,7 @@ class MessageFormat:
     tools: tuple[Tool, ...] = ()
     reasoning: ReasoningMarkers | None = None
     is_open: bool = False  # the prompt ends inside the reasoning
+    shows_reasoning: bool = True  # otherwise it is left out
 
     @property
     def is_plain(self) -> bool:
@@ -47,6 +50,36 @@ class MessageFormat:
 
 
 PLAIN = MessageFormat()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model's chat template tells of its answers."""
+
+    dialect: str = "hermes"
+    reasoning: ReasoningMarkers | None = None
+    shows_tools: bool = False  # whether the template writes tools into the prompt
+
+    @staticmethod
+    def of(template: str | None, tool_parser: str | None = None) -> Family:
+        """Recognise the family of a template; `tool_parser` names another dialect for its tool calls.
+
+        >>> Family.of("{% if tools %}<tool_call>{{ tools | tojson }} \\"name\\"{% endif %}").dialect
+        'hermes'
+        """
+        if tool_parser is not None and tool_parser not in DIALECTS:
+            raise SettingsError(f"tool_parser is {tool_parser!r}: use one of {', '.join(DIALECTS)}")
+        if template is None:
+            return Family(tool_parser or "hermes")
+        found = dialect_of(template)
+        return Family(tool_parser or found or "hermes", reasoning_of(template), "tools" in template)
+
+    def form(self, tools: Sequence[Tool], *, shows_reasoning: bool = True) -> MessageFormat:
+        """Return the format of answers in a conversation with these tools."""
+        is_needed = bool(tools) or DIALECTS[self.dialect].has_channels
+        return MessageFormat(
+            self.dialect if is_needed else None, tuple(tools), self.reasoning, shows_reasoning=shows_reasoning
+        )
 
 
 @dataclass(slots=True)
@@ -86,7 +119,8 @@ def read_message(form: MessageFormat, text: str) -> Message:
     """
     parser, message = form.parser(), Message()
     for event in (*parser.feed(text), *parser.finish()):
-        message.add(event)
+        if form.shows_reasoning or not isinstance(event, Reasoning):
+            message.add(event)
     return message
 
 
