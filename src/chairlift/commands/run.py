@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from chairlift.commands.options import DEFAULT_MODEL, GivenSampling, Model, with_sampling, with_settings
 from chairlift.commands.screen import Speed, notes, open_llm, write
 from chairlift.core.errors import RequestError
+from chairlift.core.structured import Structured
 
 if TYPE_CHECKING:
     from chairlift.offline.llm import LLM, Prompt
@@ -29,6 +31,9 @@ def run(
         bool | None,
         typer.Option("--chat/--raw", help="Apply the chat template, or not (default: apply it if the model has one)."),
     ] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="A file with a JSON schema; the answer is JSON that matches it.")
+    ] = None,
     n: Annotated[int, typer.Option(help=f"Number of answers, with a line {SEPARATOR} between them.")] = 1,
     *,
     sampling: GivenSampling,
@@ -36,8 +41,9 @@ def run(
 ) -> None:
     """Answer one prompt."""
     text = read_prompt(prompt)
+    structured = None if schema is None else Structured.of({"json": read_schema(schema)})
     llm = open_llm(model, settings)
-    params = replace(sampling.on(llm.defaults), n=n)
+    params = replace(sampling.on(llm.defaults), n=n, structured=structured)
     speed = Speed()
     answers = [""] * n
     for chunk in speed.watch(llm.stream(to_prompt(llm, text, chat), params)):
@@ -49,6 +55,14 @@ def run(
         write(f"{SEPARATOR}\n{answer}\n")
     if sys.stderr.isatty():
         notes.print(str(speed), style="dim")
+
+
+def read_schema(file: Path) -> str:
+    """Return the text of a schema's file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the schema {file} cannot be read: {error}") from None
 
 
 def read_prompt(given: str | None) -> str:

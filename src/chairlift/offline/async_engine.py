@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -71,19 +72,21 @@ class AsyncEngine:
         check_params(params)
         params = params or self._builder.default_params()
         if isinstance(prompt, str) and len(prompt) > _INLINE:
-            text, ids = await asyncio.to_thread(self._builder.prompts.encode, prompt)
+            read = await asyncio.to_thread(self._builder.prompts.encode, prompt)
         else:
-            text, ids = self._builder.prompts.encode(prompt)
+            read = self._builder.prompts.encode(prompt)
         request_id = request_id or self._builder.new_id()
         more = {"tenant": tenant, "priority": priority, "salt": salt}
-        request = self._builder.build(request_id, ids, params, self._thread.fail, **more)
+        build = partial(self._builder.build, request_id, read, params, self._thread.fail, **more)
+        # A grammar is compiled beside the event loop.
+        request = build() if params.structured is None else await asyncio.to_thread(build)
         self._limits.check(request)
         await self._wait_for_room()
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use: choose another or wait until it has ended")
         stream = Stream(request_id, asyncio.get_running_loop(), lambda: self.abort(request_id))
         self._streams[request_id] = stream
-        self._thread.submit(request, text, stream)
+        self._thread.submit(request, read.text, stream)
         return stream
 
     def abort(self, request_id: str) -> None:

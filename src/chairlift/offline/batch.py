@@ -197,7 +197,14 @@ def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]
         raise RequestError("stream is true, but a batch answers in whole lines: leave it out")
     if url == CHAT:
         params = asked.read_chat_params(body, llm.defaults.values)
-        prompt = llm.chat_prompt(read_messages(body), chat_template_kwargs=asked.read_template_options(body))
+        prompt = llm.read_chat(
+            read_messages(body),
+            tools=body.get("tools"),
+            tool_choice=body.get("tool_choice"),
+            parallel_tool_calls=body.get("parallel_tool_calls"),
+            max_thinking_tokens=asked.read_thinking(body),
+            chat_template_kwargs=asked.read_template_options(body),
+        )
         return Job(line, custom_id, True, params, [prompt])
     params = asked.read_completion_params(body, llm.defaults.values)
     return Job(line, custom_id, False, params, list(asked.read_prompts(body)))
@@ -214,6 +221,7 @@ def _write_answer(job: Job, llm: LLM, model: str, output: BatchOutput) -> None:
 
 def _body(job: Job, llm: LLM, model: str) -> dict[str, Any]:
     if job.is_chat:
-        return replies.chat_completion(job.outputs[0], model, job.params.logprobs, llm.tokenizer)
+        output = job.outputs[0]
+        return replies.chat_completion(output, model, job.params.logprobs, llm.tokenizer, form=output.form)
     outputs = [job.outputs[place] for place in range(len(job.prompts))]
     return replies.text_completion(outputs, model, llm.tokenizer)

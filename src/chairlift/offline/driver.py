@@ -12,6 +12,7 @@ from chairlift.core.plan import Event, Outcome
 from chairlift.core.request import Request, Sequence
 from chairlift.engine.engine import Engine
 from chairlift.offline.track import Track
+from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Chunk
 from chairlift.text.tokenizer import Tokenizer
 
@@ -25,10 +26,18 @@ class Driver:
         self._listeners: dict[str, Track] = {}  # the requests that read each token
         self._failures: list[tuple[str, str]] = []  # requests that failed outside the engine in this step, and why
 
-    def start(self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool) -> Track:
+    def start(
+        self,
+        request: Request,
+        text: str | None,
+        tokenizer: Tokenizer | None,
+        *,
+        is_streamed: bool,
+        form: MessageFormat = PLAIN,
+    ) -> Track:
         """Submit a request, or reject it with a RequestError."""
         self._engine.submit(request)  # checks the request: its prompt must not be read before
-        track = Track(request, text, tokenizer, is_streamed=is_streamed)
+        track = Track(request, text, tokenizer, is_streamed=is_streamed, form=form)
         self._tracks[request.id] = self._listeners[request.id] = track
         return track
 

@@ -11,18 +11,18 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-_KNOWN = ("params", "sampling_params", "progress", "use_tqdm", "on_error")
+_KNOWN = ("params", "sampling_params", "structured", "progress", "use_tqdm", "on_error")
 _CHAT = (
     "chat_template",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
-    "tools",
+    *("tools", "tool_choice", "parallel_tool_calls", "max_thinking_tokens"),
 )
 # vLLM's keywords without a counterpart, and what to do instead.
 _ABSENT = {
     "chat_template_content_format": "the template itself shows whether it reads strings or parts: leave it out",
-    "guided_options_request": "structured output is not supported: leave it out",
+    "guided_options_request": "use structured={'json': schema}",
     "lora_request": "LoRA adapters are not supported: leave it out",
     "on_error": "a stream has one prompt, whose error is raised: leave it out",
     "mm_processor_kwargs": "models read text only: leave it out",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -20,7 +21,7 @@ from chairlift.models.sources import DEFAULT_MODEL
 from chairlift.offline.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
 from chairlift.offline.driver import Driver
 from chairlift.offline.keywords import check_params, either, refuse_unknown
-from chairlift.offline.prompts import Message, Prompt, as_list
+from chairlift.offline.prompts import Message, Prompt, Read, as_list
 from chairlift.offline.requests import RequestBuilder
 from chairlift.offline.track import Track
 from chairlift.text.outputs import Chunk, RequestOutput
@@ -29,7 +30,7 @@ from chairlift.text.tokenizer import Tokenizer
 __all__ = ["LLM", "Message", "Prompt"]
 Params = SamplingParams | Sequence[SamplingParams]
 OnError = Literal["raise", "return"]
-ReadPrompt = partial[tuple[str | None, list[int]]]  # returns a prompt's text and token ids
+ReadPrompt = partial[Read]
 K = TypeVar("K")
 log = logging.getLogger("chairlift")
 
@@ -64,6 +65,7 @@ class LLM:
         params: Params | None = None,
         *,
         sampling_params: Params | None = None,
+        structured: Any = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
         on_error: OnError | None = None,
@@ -72,7 +74,8 @@ class LLM:
         """Answer prompts (text or token ids), all in one continuous batch, in the order given.
 
         Without `params`, a prompt is sampled with `get_default_sampling_params()`; given params are used unchanged.
-        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`.
+        `sampling_params` and `use_tqdm` are vLLM's names of `params` and `progress`. `structured` says what every
+        answer must match, as in SamplingParams: {"json": schema}, {"regex": ...}, or a pydantic class.
 
         A prompt that cannot be answered, such as one that is too long, has a result with an `error`, and the others are
         answered; if none can be, the first error is raised. `on_error="raise"` raises the first error in any case,
@@ -80,8 +83,17 @@ class LLM:
         """
         refuse_unknown(unknown, is_chat=False)
         read = [partial(self._reader.encode, prompt) for prompt in as_list(prompts)]
-        params = either("params", params, "sampling_params", sampling_params)
+        params = self._with(either("params", params, "sampling_params", sampling_params), structured)
         return self._answer(read, params, either("progress", progress, "use_tqdm", use_tqdm), on_error)
+
+    def _with(self, params: Params | None, structured: Any) -> Params | None:
+        """Return the params with what every answer must match."""
+        if structured is None:
+            return params
+        check_params(params)
+        if isinstance(params, Sequence):
+            return [replace(each, structured=structured) for each in params]
+        return replace(params or self.get_default_sampling_params(), structured=structured)
 
     def chat(
         self,
@@ -89,17 +101,22 @@ class LLM:
         params: Params | None = None,
         *,
         sampling_params: Params | None = None,
+        structured: Any = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
         on_error: OnError | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer one or several conversations, as `generate` does; further keywords are those of `chat_prompt`."""
+        """Answer one or several conversations, as `generate` does; further keywords are those of `chat_prompt`.
+
+        With `tools`, `tool_choice` and `parallel_tool_calls` as in OpenAI's API, and with models that reason, in
+        `max_thinking_tokens` at most, `output.messages` has each answer's content, reasoning and calls.
+        """
         refuse_unknown(template, is_chat=True)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         read = [partial(self._reader.chat, conversation, **template) for conversation in conversations]
-        params = either("params", params, "sampling_params", sampling_params)
+        params = self._with(either("params", params, "sampling_params", sampling_params), structured)
         return self._answer(read, params, either("progress", progress, "use_tqdm", use_tqdm), on_error)
 
     def stream(
@@ -119,7 +136,7 @@ class LLM:
                 f"best_of is {params.best_of} and n is {params.n}: which answers are the best is known at their end; "
                 "use generate(), or leave best_of out"
             )
-        return self._stream(self._submit(*self._reader.encode(prompt), params, is_streamed=True))
+        return self._stream(self._submit(self._reader.encode(prompt), params, is_streamed=True))
 
     def _stream(self, track: Track) -> Iterator[Chunk]:
         yield from self._driver.stream(track)
@@ -135,9 +152,7 @@ class LLM:
         **template: Any,
     ) -> Iterator[Chunk]:
         """Yield the answer to a conversation in chunks; further keywords are those of `chat_prompt`."""
-        text, ids = self._reader.chat(messages, **template)
-        prompt = {"prompt": text, "prompt_token_ids": ids}
-        return self.stream(prompt, params, sampling_params=sampling_params)
+        return self.stream(self._reader.chat(messages, **template), params, sampling_params=sampling_params)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, **unknown: Any
@@ -170,7 +185,7 @@ class LLM:
             while (taken := list(islice(source, window - len(live)))) or live:
                 for key, prompt, params in taken:
                     try:
-                        live.append((key, self._submit(*self._reader.encode(prompt), params)))
+                        live.append((key, self._submit(self._reader.encode(prompt), params)))
                     except RequestError as error:
                         yield key, error
                     except ChairliftError:
@@ -201,7 +216,7 @@ class LLM:
 
         `chat_template_kwargs` has variables of the template, such as {"enable_thinking": False}.
         """
-        _, ids = self._reader.chat(
+        return self._reader.chat(
             messages,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -209,8 +224,11 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
             **unknown,
-        )
-        return ids
+        ).ids
+
+    def read_chat(self, messages: Sequence[Message], **template: Any) -> Read:
+        """Return a conversation as a prompt for `iterate`; the keywords are those of `chat_prompt`, and tools'."""
+        return self._reader.chat(messages, **template)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer; RequestError, with the reason, if there is none."""
@@ -253,7 +271,7 @@ class LLM:
             try:
                 for each, chosen in zip(read, choices, strict=True):
                     try:
-                        tracks.append(self._submit(*each(), chosen))
+                        tracks.append(self._submit(each(), chosen))
                     except RequestError as error:
                         if on_error == "raise":
                             raise
@@ -291,9 +309,11 @@ class LLM:
         if self._is_closed:
             raise RequestError("this LLM is closed: make another one, or close it later")
 
-    def _submit(self, text: str | None, ids: list[int], params: SamplingParams, *, is_streamed: bool = False) -> Track:
-        request = self._builder.build(self._builder.new_id(), ids, params, self._driver.fail)
-        return self._driver.start(request, text, self.tokenizer, is_streamed=is_streamed)
+    def _submit(self, read: Read, params: SamplingParams, *, is_streamed: bool = False) -> Track:
+        request = self._builder.build(self._builder.new_id(), read, params, self._driver.fail)
+        track = self._driver.start(request, read.text, self.tokenizer, is_streamed=is_streamed, form=read.form)
+        track.output.thinking = read.thinking
+        return track
 
 
 def judge(outputs: list[RequestOutput], on_error: OnError | None) -> None:

@@ -9,15 +9,18 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from chairlift.core.constraint import Constraint, Reasoning
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
+from chairlift.core.structured import Structured
 from chairlift.execution.build import Built
 from chairlift.offline.defaults import read_defaults
 from chairlift.offline.processors import SafeProcessor
-from chairlift.offline.prompts import PromptReader
+from chairlift.offline.prompts import PromptReader, Read
 from chairlift.offline.vocabulary import read_tokenizer
+from chairlift.openai.tools import enforced
 from chairlift.text.grammar import Grammars
 
 log = logging.getLogger("chairlift")
@@ -60,23 +63,36 @@ class RequestBuilder:
         return SamplingParams(**self.defaults.values)
 
     def build(
-        self, request_id: str, ids: list[int], params: SamplingParams, fail: Callable[[str, str], None], **more: Any
+        self, request_id: str, read: Read, params: SamplingParams, fail: Callable[[str, str], None], **more: Any
     ) -> Request:
         """Return the request; if one of its logits processors fails, `fail` is called with its id and the error."""
         tokenizer = self.tokenizer
         if tokenizer is None and (params.stop or params.bad_words):
             raise RequestError(f"stop and bad_words cannot be read: {self.prompts.no_tokenizer}; use stop_token_ids")
-        if params.structured is not None:
-            more["constraint"] = self.grammars.constraint(self.grammars.check(params.structured))
+        constraint = self._constraint(read, params)
         processors = (SafeProcessor(each, partial(fail, request_id)) for each in params.logits_processors or ())
         return Request(
             id=request_id,
-            prompt=self._built.limits.truncate(ids, params),
+            prompt=self._built.limits.truncate(read.ids, params),
             params=params,
             arrival=self._built.engine.clock.now(),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_ids=self._eos_ids,
             bad_words=tuple(map(tuple, tokenizer.spell_words(params.bad_words))) if tokenizer else (),
             processors=tuple(processors),
+            constraint=constraint,
             **more,
         )
+
+    def _constraint(self, read: Read, params: SamplingParams) -> Constraint | None:
+        """Compile what the answer must match, and bound its reasoning."""
+        structured: Structured | None = params.structured
+        if read.use is not None and self.tokenizer is not None:
+            structured = enforced(read.use, structured, read.dialect, self.tokenizer)
+        found: Constraint | None = None
+        if structured is not None:
+            found = self.grammars.constraint(self.grammars.check(structured))
+        thinking = read.thinking
+        if thinking is None or (found is None and thinking.budget is None):
+            return found
+        return Reasoning(thinking, found)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from chairlift.core.request import FinishReason, Request, Sequence
 from chairlift.core.step import PromptLogprobs, TokenLogprobs
+from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Chunk
 from chairlift.text.reader import RequestReader, Update
 from chairlift.text.tokenizer import Tokenizer
@@ -17,13 +18,21 @@ class Track:
     """Builds the chunks and the output of one request."""
 
     def __init__(
-        self, request: Request, text: str | None, tokenizer: Tokenizer | None, *, is_streamed: bool = False
+        self,
+        request: Request,
+        text: str | None,
+        tokenizer: Tokenizer | None,
+        *,
+        is_streamed: bool = False,
+        form: MessageFormat = PLAIN,
     ) -> None:
         self.request = request
         self._is_streamed = is_streamed
         # Other requests are read when they end: until then no caller needs their tokens.
         self._reads_each_token = is_streamed or bool(request.params.stop) or request.scored is not None
-        self._reader = RequestReader(request.id, text, request.prompt, request.params, tokenizer, request.arrival)
+        self._reader = RequestReader(
+            request.id, text, request.prompt, request.params, tokenizer, request.arrival, form=form
+        )
         self.output = self._reader.output
         self._chunks: list[Chunk] = []
 

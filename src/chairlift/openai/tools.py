@@ -1,4 +1,4 @@
-"""Read the tools of a chat completion, and write the calls of an answer."""
+"""Read the tools of a conversation, and what they require of its answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.core.errors import RequestError
+from chairlift.core.structured import Structured
 from chairlift.core.values import show
+from chairlift.text.grammar import call_or_json
+from chairlift.text.parsers import DIALECTS
 from chairlift.text.parsers.tools import Tool
+from chairlift.text.tokenizer import Tokenizer
 
 MOST = 128  # tools, as OpenAI allows
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -87,3 +91,23 @@ def _read_choice(choice: Any, tools: list[Tool]) -> list[Tool]:
     raise RequestError(
         f'tool_choice is {show(choice)}: use "none", "auto", "required", or an object that names a function'
     )
+
+
+def enforced(
+    use: ToolUse | None, structured: Structured | None, dialect: str, tokenizer: Tokenizer
+) -> Structured | None:
+    """Return what the answer must match: the format asked for, or a call that tools or tool_choice require."""
+    if use is None:
+        return structured
+    if use.is_forced and structured is not None:
+        raise RequestError("tool_choice requires a call, and response_format another answer: leave one of them out")
+
+    def special(marker: str) -> int | None:
+        id = tokenizer.backend.token_to_id(marker)
+        return id if id in tokenizer.special_ids else None
+
+    required = use.is_forced or structured is not None
+    calls = DIALECTS[dialect].grammar(use.named, required=required, parallel=use.parallel, special=special)
+    if calls is None or structured is None:
+        return None if calls is None else Structured("grammar", calls)
+    return call_or_json(calls, structured)

@@ -9,7 +9,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from chairlift.core.constraint import Thinking
 from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
@@ -24,14 +23,12 @@ from chairlift.openai.params import (
     read_template_options,
     read_thinking,
 )
-from chairlift.openai.tools import ToolUse, read_tools
+from chairlift.openai.tools import ToolUse, enforced, read_tools
 from chairlift.serving.generation import Asked
 from chairlift.serving.messages import Hello
 from chairlift.serving.text_jobs import Chat, CheckGrammar, Encode, Encoded, Job, Prompt, Room, estimate, perform
 from chairlift.serving.text_pool import TextPool
-from chairlift.text.grammar import call_or_json
 from chairlift.text.message import Family
-from chairlift.text.parsers import DIALECTS
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
 
@@ -87,44 +84,17 @@ class Reader:
         except ContextLengthError as error:
             error.field = "messages"
             raise
-        form = self.family.form([] if use is None else use.tools, shows_reasoning=shows_reasoning)
+        tokenizer, family = self.require_tokenizer(), self.family
+        form = family.form([] if use is None else use.tools, shows_reasoning=shows_reasoning)
+        structured = enforced(use, params.structured, family.dialect, tokenizer)
         return [
             replace(
                 asked,
-                grammar=await self._grammar(self._structured(params, use), attend),
-                thinking=self._thinking(encoded, budget),
+                grammar=await self._grammar(structured, attend),
+                thinking=family.thinking(tokenizer, encoded.is_open, encoded.is_closed, budget),
                 form=form.opened(encoded.is_open),
             )
         ]
-
-    def _structured(self, params: SamplingParams, use: ToolUse | None) -> Structured | None:
-        """Return what the answer must match: the format asked for, or a call that tools or tool_choice require."""
-        found: Structured | None = params.structured
-        if use is None:
-            return found
-        tokenizer = self.require_tokenizer()
-        if use.is_forced and found is not None:
-            raise RequestError("tool_choice requires a call, and response_format another answer: leave one of them out")
-
-        def special(marker: str) -> int | None:
-            id = tokenizer.backend.token_to_id(marker)
-            return id if id in tokenizer.special_ids else None
-
-        calls = DIALECTS[self.family.dialect].grammar(
-            use.named, required=use.is_forced or found is not None, parallel=use.parallel, special=special
-        )
-        if calls is None or found is None:
-            return None if calls is None else Structured("grammar", calls)
-        return call_or_json(calls, found)
-
-    def _thinking(self, encoded: Encoded, budget: int | None) -> Thinking | None:
-        """Return how the answer's reasoning begins and ends; None if it has none."""
-        markers = self.family.reasoning
-        if markers is None or encoded.is_closed:
-            return None
-        encode = self.require_tokenizer().encode
-        begin, end = (tuple(encode(marker, add_special_tokens=False)) for marker in (markers.begin, markers.end))
-        return Thinking(begin, end, encoded.is_open, budget)
 
     async def _grammar(self, structured: Structured | None, attend: Attend) -> str:
         """Check what an answer must match in a text process, and return the grammar."""

@@ -15,6 +15,7 @@ from chairlift.core.structured import Structured
 from chairlift.openai.conversation import read_messages
 from chairlift.serving.reply_jobs import Reply
 from chairlift.text.grammar import grammars_for
+from chairlift.text.message import is_closed
 from chairlift.text.parsers.reasoning import ReasoningMarkers, opens_reasoning
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
@@ -121,7 +122,7 @@ def _encode(job: Encode | Chat, tokenizer: Tokenizer) -> Encoded:
         if job.reasoning is None:
             return encoded
         is_open = opens_reasoning(text, job.reasoning)
-        return msgspec.structs.replace(encoded, is_open=is_open, is_closed=text.rstrip().endswith(job.reasoning.end))
+        return msgspec.structs.replace(encoded, is_open=is_open, is_closed=is_closed(text, job.reasoning))
     return Encoded([_prompt(text, job.room, tokenizer, job.special) for text in job.texts], words)
 
 

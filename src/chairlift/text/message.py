@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from chairlift.core.constraint import Thinking
 from chairlift.core.errors import SettingsError
 from chairlift.text.parsers import DIALECTS, dialect_of, parser_for
 from chairlift.text.parsers.events import CallStart, Content, Event, MessageParser, Reasoning
@@ -52,6 +53,11 @@ class MessageFormat:
 PLAIN = MessageFormat()
 
 
+def is_closed(prompt: str, markers: ReasoningMarkers) -> bool:
+    """Return whether a prompt ends behind the reasoning, so that the answer has none."""
+    return prompt.rstrip().endswith(markers.end)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a model's chat template tells of its answers."""
@@ -80,6 +86,16 @@ class Family:
         return MessageFormat(
             self.dialect if is_needed else None, tuple(tools), self.reasoning, shows_reasoning=shows_reasoning
         )
+
+    def thinking(
+        self, tokenizer: Tokenizer, is_open: bool, is_closed: bool, budget: int | None = None
+    ) -> Thinking | None:
+        """Return how an answer's reasoning begins and ends; None if it has none."""
+        markers = self.reasoning
+        if markers is None or is_closed:
+            return None
+        begin, end = (tuple(tokenizer.encode(each, add_special_tokens=False)) for each in (markers.begin, markers.end))
+        return Thinking(begin, end, is_open, budget)
 
 
 @dataclass(slots=True)

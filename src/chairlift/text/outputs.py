@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chairlift.core.constraint import Thinking
+from chairlift.text.message import PLAIN, Message, MessageFormat, read_message
 
 
 class Logprob(NamedTuple):
@@ -87,8 +88,14 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
+    form: MessageFormat = PLAIN  # how a conversation's answers are divided
     thinking: Thinking | None = None  # how its answers' reasoning begins and ends, if the model reasons
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission; set with the first token
+
+    @property
+    def messages(self) -> list[Message]:
+        """Each answer's content, reasoning and tool calls."""
+        return [read_message(self.form, answer.text) for answer in self.outputs]
 
     @property
     def error(self) -> str | None:

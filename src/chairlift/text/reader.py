@@ -56,6 +56,7 @@ class RequestReader:
             prompt_token_ids=prompt,
             outputs=[reader.answer for reader in self._readers],
             metrics=RequestMetrics(arrival),
+            form=form,
         )
         if params.prompt_logprobs is not None and keep_scores:
             self.output.prompt_logprobs = [None] * len(prompt)
