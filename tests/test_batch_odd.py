@@ -149,7 +149,7 @@ def test_thousands_of_odd_lines_have_their_own_errors(llm: LLM, tmp_path: Path) 
     assert not run_odd_lines(llm, tmp_path, 5000)["server_error"]
 
 
-@pytest.mark.parametrize("name", ["chat_prompt", "_submit"])
+@pytest.mark.parametrize("name", ["read_chat", "_submit"])
 def test_a_fault_of_ours_stays_with_its_line(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -163,7 +163,7 @@ def test_a_fault_of_ours_stays_with_its_line(
     monkeypatch.setattr(llm, name, faulty)
     poison = (
         chat("b", messages=[{"role": "user", "content": "poison"}])
-        if name == "chat_prompt"
+        if name == "read_chat"
         else line("b", prompt="poison")
     )
     out = tmp_path / "out.jsonl"

@@ -104,10 +104,10 @@ def test_what_changes_nothing_is_accepted() -> None:
     ("body", "message"),
     [
         ({"temprature": 1}, "unknown field 'temprature': did you mean temperature"),
-        ({"guided_json": {}}, "guided_json is not supported yet"),
+        ({"guided_json": 5}, "guided_json: json is 5"),
         ({"prompt": "Hi"}, "unknown field 'prompt'"),
-        ({"tools": [{"type": "function"}]}, "tools is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format is {'type': 'yaml'}"),
         ({"temperature": "hot"}, "temperature is 'hot': use a number"),
         ({"n": True}, "n is True: use a whole number"),
         ({"ignore_eos": 1}, "ignore_eos is 1: use true or false"),

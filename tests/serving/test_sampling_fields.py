@@ -13,6 +13,7 @@ import zmq
 
 from chairlift.core.errors import RequestError
 from chairlift.core.params import ABOUT, SamplingParams
+from chairlift.core.structured import Structured
 from chairlift.openai import params as http
 from chairlift.openai.params import FIELDS, NOT_OVER_HTTP, READ_APART, read_chat_params, read_completion_params
 from chairlift.serving import engine_process, generation, messages, openapi
@@ -31,6 +32,7 @@ APART: dict[str, tuple[dict[str, Any], Any]] = {  # a completion's body, and wha
     "max_tokens": ({"max_tokens": 3}, 3),
     "logprobs": ({"logprobs": 3}, 3),
     "logit_bias": ({"logit_bias": {"7": 2}}, {7: 2}),
+    "structured": ({"structured": {"regex": "a+"}}, Structured("regex", "a+")),
 }
 REACHABLE = sorted(NAMES - NOT_OVER_HTTP.keys())
 

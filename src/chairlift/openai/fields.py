@@ -84,7 +84,7 @@ REFUSED_IN_CHAT = {
 REFUSED_IN_COMPLETION = {
     **{
         name: RefusedField(neutral, "not supported here: use /v1/chat/completions")
-        for name, neutral in (("tools", ([],)), ("tool_choice", ("none", "auto")))
+        for name, neutral in (("tools", ([],)), ("tool_choice", ("none", "auto")), ("thinking_token_budget", ()))
     },
     "add_special_tokens": RefusedField((True,), "not supported: send token ids from /tokenize to choose them yourself"),
 }

@@ -1,4 +1,4 @@
-"""Read what an answer must match: OpenAI's response_format, vLLM's structured_outputs and its older guided_ fields."""
+"""Read what an answer must match: `structured`, OpenAI's response_format, and vLLM's names for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramma
     "guided_json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED})
+FIELDS = frozenset({"response_format", "structured", "structured_outputs", *GUIDED})
 # Settings of vLLM's backends, which have no equivalent here; false and null are their defaults.
 _BESIDES = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
@@ -30,8 +30,9 @@ def read_structured(body: Mapping[str, Any]) -> Structured | None:
     asked: dict[str, dict[str, Any]] = {}
     if (given := body.get("response_format")) is not None:
         asked["response_format"] = _response_format(given)
-    if (given := body.get("structured_outputs")) is not None:
-        asked["structured_outputs"] = _structured_outputs(given)
+    for name in ("structured", "structured_outputs"):
+        if (given := body.get(name)) is not None:
+            asked[name] = _structured_outputs(name, given)
     for name, kind in GUIDED.items():
         if (value := body.get(name)) not in (None, False):
             asked[name] = {kind: value}
@@ -67,10 +68,10 @@ def _response_format(given: Any) -> dict[str, Any]:
     )
 
 
-def _structured_outputs(given: Any) -> dict[str, Any]:
+def _structured_outputs(field: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise RequestError(f"structured_outputs is {show(given)}: use an object with one of {', '.join(KINDS)}")
+        raise RequestError(f"{field} is {show(given)}: use an object with one of {', '.join(KINDS)}")
     for name in _BESIDES:
         if given.get(name):
-            raise RequestError(f"structured_outputs has {name}, which is not supported: leave it out")
+            raise RequestError(f"{field} has {name}, which is not supported: leave it out")
     return {name: value for name, value in given.items() if name not in _BESIDES and value not in (None, False)}

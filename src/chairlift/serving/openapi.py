@@ -64,6 +64,36 @@ def _sampling(name: str, kind: str) -> Schema:
     return {**found, **_BESIDES.get(name, {}), "description": about.text}
 
 
+_SCHEMA: Schema = {"type": "object", "description": "A JSON schema.", "example": {"type": "object"}}
+_STRUCTURED: Schema = {
+    "type": ["object", "null"],
+    "properties": {
+        "json": _SCHEMA,
+        "json_object": _SWITCH,
+        "regex": _TEXT,
+        "choice": {"type": "array", "items": _TEXT, "minItems": 1},
+        "grammar": {**_TEXT, "description": "In Lark's or GBNF's notation."},
+        "structural_tag": {"type": "object"},
+    },
+    "maxProperties": 1,
+}
+_TOOL: Schema = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                "description": _TEXT,
+                "parameters": _SCHEMA,
+                "strict": _SWITCH,
+            },
+        },
+    },
+}
 _SAMPLING: dict[str, Schema] = {
     "model": {"type": ["string", "null"]},
     **{name: _sampling(name, kind) for name, kind in FIELDS.items()},
@@ -74,6 +104,26 @@ _SAMPLING: dict[str, Schema] = {
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         "maxProperties": MOST["logit_bias"],
         "description": ABOUT["logit_bias"].text,
+    },
+    "structured": {**_STRUCTURED, "description": ABOUT["structured"].text},
+    "structured_outputs": _STRUCTURED,
+    "response_format": {
+        "anyOf": [
+            {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+            {
+                "type": "object",
+                "required": ["type", "json_schema"],
+                "properties": {
+                    "type": {"const": "json_schema"},
+                    "json_schema": {
+                        "type": "object",
+                        "required": ["name", "schema"],
+                        "properties": {"name": _TEXT, "schema": _SCHEMA, "strict": _SWITCH},
+                    },
+                },
+            },
+            {"type": "null"},
+        ]
     },
     "stream": _SWITCH,
     "stream_options": {
@@ -151,14 +201,23 @@ _CHAT: Schema = {
         "continue_final_message": _SWITCH,
         "chat_template_kwargs": {"type": ["object", "null"]},
         "reasoning_effort": {"type": ["string", "null"]},
-        "tools": {"type": ["array", "null"], "description": "Only with tool_choice none, which leaves them out."},
-        "tool_choice": {"enum": ["none", "auto", None]},
-        "response_format": {
+        "tools": {"type": ["array", "null"], "items": _TOOL, "maxItems": 128},
+        "tool_choice": {
             "anyOf": [
-                {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
-                {"type": "null"},
+                {"enum": ["none", "auto", "required", None]},
+                {
+                    "type": "object",
+                    "required": ["type", "function"],
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}},
+                    },
+                },
             ]
         },
+        "parallel_tool_calls": _SWITCH,
+        "max_thinking_tokens": {**_whole(0), "description": "Tokens of reasoning at most."},
+        "include_reasoning": _SWITCH,
     },
 }
 _COMPLETION: Schema = {
