@@ -278,6 +278,9 @@ def python_call(name: str, arguments: Arguments) -> str:
 PYTHONIC = [
     *Family(python_call, "[", ", ", "]").answers(),
     *Family(python_call, "<|python_start|>[", ", ", "]<|python_end|>").answers(),
+    *Family(python_call, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>").answers(),
+    Answer("JSON in the list", '[{"name": "now", "parameters": {}}, now()]', calls=(("now", "{}"),) * 2),
+    Answer("one call after the marker", "<|python_start|>now()<|python_end|>", calls=(("now", "{}"),)),
     Answer(
         "other ways to write values",
         r"""[get_weather(city='its \x41\u00e9\U0001f3bf\d', metric=true, tags=("a", 'b',), filter={'a': null,},)]""",

@@ -10,9 +10,8 @@ from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.events import MessageParser, PlainText
 from chairlift.text.parsers.harmony import HARMONY
 from chairlift.text.parsers.hermes import HERMES
-from chairlift.text.parsers.llama import JSON, LLAMA
+from chairlift.text.parsers.llama import JSON, LLAMA, PYTHONIC
 from chairlift.text.parsers.mistral import MISTRAL, MISTRAL_ARGS
-from chairlift.text.parsers.pythonic import PYTHONIC
 from chairlift.text.parsers.qwen_coder import QWEN_CODER
 from chairlift.text.parsers.reasoning import ReasoningMarkers, ReasoningParser
 from chairlift.text.parsers.tools import Tool
@@ -28,17 +27,19 @@ DIALECTS = {
         MISTRAL,
         QWEN_CODER,
         HERMES,
-        PYTHONIC,
         LLAMA,
+        PYTHONIC,
         JSON,
     )
 }
 
 
 def dialect_of(template: str) -> str | None:
-    """Return the name of the dialect that a chat template is written for; None if the template shows no tools."""
-    if "tools" not in template:
-        return None
+    """Return the name of the dialect that a chat template is written for; None if the template knows no tools.
+
+    >>> dialect_of("{% for tool in tools %}...{% endfor %}...[TOOL_CALLS][{{ calls }}]")
+    'mistral'
+    """
     return next((name for name, dialect in DIALECTS.items() if dialect.matches(template)), None)
 
 

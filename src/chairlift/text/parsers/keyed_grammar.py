@@ -12,7 +12,7 @@ from chairlift.text.parsers.tools import Tool
 from chairlift.text.parsers.typed_text import types_of
 
 _DEFINITIONS = ("$defs", "definitions")
-_VALUE_END = "\n</parameter>"
+_VALUE_END = "</parameter>"
 
 
 def xml_arguments(lark: Lark, tool: Tool, name: str, by_schema: bool) -> str:
@@ -60,10 +60,10 @@ def _xml_value(lark: Lark, schema: Mapping[str, Any], name: str, strict: bool) -
     """Return the expression for a value and the marker after it; text that may be a string is not checked."""
     types = types_of(schema)
     if types and "string" not in types:
-        return lark.rule(name, json_value(schema, strict), literal(_VALUE_END))
+        return lark.rule(name, json_value(schema, strict), literal("\n" + _VALUE_END))
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(allowed, list) and allowed and all(isinstance(each, str) for each in allowed):
-        return lark.rule(name, " | ".join(literal(each + _VALUE_END) for each in allowed))
+        return lark.rule(name, " | ".join(literal(f"{each}\n{_VALUE_END}") for each in allowed))
     return lark.until(name, _VALUE_END)
 
 
