@@ -185,6 +185,7 @@ def xml_call(name: str, arguments: Arguments) -> str:
 
 QWEN_CODER = [
     *Family(xml_call).answers(),
+    *Family(lambda *call: xml_call(*call).replace("tool_call>", "seed:tool_call>")).answers(),
     Answer(
         "values on the line of their markers",
         "<tool_call><function=get_weather><parameter=city> Kyoto </parameter><parameter=days> 3 </parameter>"

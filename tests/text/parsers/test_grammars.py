@@ -143,7 +143,7 @@ def test_parallel_calls_are_accepted_and_parsed(dialect: Dialect, vocabulary_of:
     for tools, required in ((LOOSE, True), (STRICT, False)):
         checker = Checker(vocabulary, dialect.grammar(tools, required=required, special=vocabulary.ids.get))
         assert checker.accepts(text)
-        message = parse(parser_for(dialect, LOOSE), text)
+        message = parse(parser_for(dialect.name, LOOSE), text)
         assert [(name, json.loads(arguments)) for name, arguments in message.calls] == list(calls)
         assert message.content == ""
 
@@ -163,7 +163,7 @@ def test_free_text_stays_free_and_strict_calls_in_it_match_their_schemas(dialect
     assert not checker.accepts(bad)
     assert not checker.accepts(before + bad)
     assert checker.accepts(written(dialect, ("now", {"any": "thing"}))), "not strict"
-    message = parse(parser_for(dialect, tools), before + good)
+    message = parse(parser_for(dialect.name, tools), before + good)
     assert [(name, json.loads(arguments)) for name, arguments in message.calls] == [("get_weather", KYOTO)]
     assert message.content == "I look."
 
@@ -187,9 +187,47 @@ def test_any_text_that_a_grammar_forces_is_parsed_as_calls_that_match_the_schema
     found = [text for seed in range(12) if (text := checker.walk(random.Random(seed))) is not None]
     assert len(found) >= 3, "some walks end"
     for text in found:
-        message = parse(parser_for(dialect, LOOSE), text)
+        message = parse(parser_for(dialect.name, LOOSE), text)
         assert message.calls
         assert message.content == "", text
         for name, arguments in message.calls:
             ordered = json.dumps(json.loads(arguments), ensure_ascii=False)
             assert matchers[name].accepts(ordered), (text, arguments)
+
+
+ODD_SCHEMAS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"required": 5, "properties": {"a": True, "b": {"type": 7}, "c": {"enum": "x"}}},
+    {"properties": {'"\\\n\x00\u2028é<tool_call>': {"type": "string"}, "\ud800": {}}},
+    {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"properties": {"kind": {"enum": ["a", "b"]}, "n": {"const": 3}, "m": {"type": ["integer", "null"]}}},
+    {"properties": [], "x-guidance": {"whitespace_pattern": "("}},
+]
+
+
+@each_dialect
+@pytest.mark.parametrize("schema", ODD_SCHEMAS)
+def test_odd_schemas_make_a_grammar_or_an_error_of_the_matcher(dialect: Dialect, schema: dict[str, Any]) -> None:
+    for required in (True, False):
+        grammar = dialect.grammar([Tool("f", schema, strict=not required)], required=required)
+        assert grammar is not None
+        matcher = LLMatcher(LLTokenizer(llguidance.TokenizerWrapper(ByteVocabulary(()))), grammar, log_level=0)
+        assert not matcher.is_error() or matcher.get_error()
+
+
+@each_dialect
+def test_definitions_and_enumerations_are_followed(dialect: Dialect) -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/a"}, "kind": {"type": "string", "enum": ["x", "yz"]}},
+        "$defs": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    checker = Checker(ByteVocabulary(()), dialect.grammar([Tool("f", schema, strict=True)], required=True))
+    assert checker.accepts(written(dialect, ("f", {"a": 1})))
+    assert checker.accepts(written(dialect, ("f", {"a": 1, "kind": "yz"})))
+    assert not checker.accepts(written(dialect, ("f", {"a": 1, "kind": "z"})))
+    assert not checker.accepts(written(dialect, ("f", {"kind": "x"})))
+    assert not checker.accepts(written(dialect, ("f", {"a": 1, "b": 2})))
+    if dialect.name != "qwen-coder":  # where a definition may be a string, the text is not checked
+        assert not checker.accepts(written(dialect, ("f", {"a": "one"})))

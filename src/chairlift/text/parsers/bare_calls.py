@@ -15,7 +15,7 @@ AROUND = {
 }
 
 _NAME = re.compile(r"[-.\w]*")
-_KEY = re.compile(r"\w*")
+_KEY = re.compile(r"""[^\s=,()\[\]{}'"]*""")
 
 
 class BareCallParser(JsonCallParser):

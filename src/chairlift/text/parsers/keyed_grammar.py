@@ -49,9 +49,10 @@ def _properties(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Return the key and schema of each argument, and whether it is required; definitions go with each schema."""
     whole = arguments_schema(tool)
     shared = {key: whole[key] for key in _DEFINITIONS if key in whole}
-    required = whole.get("required")
+    listed = whole.get("required")
+    required = listed if isinstance(listed, list) else []
     return [
-        (key, {**schema, **shared} if isinstance(schema, Mapping) else shared, key in (required or ()))
+        (key, {**schema, **shared} if isinstance(schema, Mapping) else shared, key in required)
         for key, schema in tool.properties.items()
     ]
 
