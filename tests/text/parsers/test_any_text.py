@@ -55,7 +55,7 @@ dialects = st.sampled_from(sorted(DIALECTS))
 
 
 def parser_of(dialect: str, reasoning: bool = False, inside: bool = False) -> MessageParser:
-    return parser_for(dialect, TOOLS, reasoning=MARKERS[0] if reasoning else None, starts_inside=inside)
+    return parser_for(DIALECTS[dialect], TOOLS, reasoning=MARKERS[0] if reasoning else None, starts_inside=inside)
 
 
 def pieces_of(data: st.DataObject, text: str) -> list[str]:
@@ -84,7 +84,7 @@ def test_text_without_a_call_is_all_content(dialect: str, text: str) -> None:
 @settings(deadline=None, max_examples=200)
 @given(dialects.filter(lambda name: name != "harmony"), texts)
 def test_without_tools_all_text_is_content(dialect: str, text: str) -> None:
-    assert parse(parser_for(dialect), text) == Message(content=text)
+    assert parse(parser_for(DIALECTS[dialect]), text) == Message(content=text)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

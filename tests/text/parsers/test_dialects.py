@@ -17,7 +17,7 @@ CASES = [
 
 
 def parser_of(dialect: str) -> MessageParser:
-    return parser_for(dialect, TOOLS)
+    return parser_for(DIALECTS[dialect], TOOLS)
 
 
 @pytest.mark.parametrize(("dialect", "answer"), CASES)

@@ -143,7 +143,7 @@ def test_parallel_calls_are_accepted_and_parsed(dialect: Dialect, vocabulary_of:
     for tools, required in ((LOOSE, True), (STRICT, False)):
         checker = Checker(vocabulary, dialect.grammar(tools, required=required, special=vocabulary.ids.get))
         assert checker.accepts(text)
-        message = parse(parser_for(dialect.name, LOOSE), text)
+        message = parse(parser_for(dialect, LOOSE), text)
         assert [(name, json.loads(arguments)) for name, arguments in message.calls] == list(calls)
         assert message.content == ""
 
@@ -163,7 +163,7 @@ def test_free_text_stays_free_and_strict_calls_in_it_match_their_schemas(dialect
     assert not checker.accepts(bad)
     assert not checker.accepts(before + bad)
     assert checker.accepts(written(dialect, ("now", {"any": "thing"}))), "not strict"
-    message = parse(parser_for(dialect.name, tools), before + good)
+    message = parse(parser_for(dialect, tools), before + good)
     assert [(name, json.loads(arguments)) for name, arguments in message.calls] == [("get_weather", KYOTO)]
     assert message.content == "I look."
 
@@ -187,7 +187,7 @@ def test_any_text_that_a_grammar_forces_is_parsed_as_calls_that_match_the_schema
     found = [text for seed in range(12) if (text := checker.walk(random.Random(seed))) is not None]
     assert len(found) >= 3, "some walks end"
     for text in found:
-        message = parse(parser_for(dialect.name, LOOSE), text)
+        message = parse(parser_for(dialect, LOOSE), text)
         assert message.calls
         assert message.content == "", text
         for name, arguments in message.calls:

@@ -3,16 +3,16 @@
 import pytest
 from parsing import TOOLS, cuts, parse
 
-from chairlift.text.parsers import kept_for, parser_for, reasoning_of
+from chairlift.text.parsers import DIALECTS, parser_for
 from chairlift.text.parsers.events import MessageParser
-from chairlift.text.parsers.reasoning import MARKERS, ReasoningMarkers, opens_reasoning
+from chairlift.text.parsers.reasoning import MARKERS, ReasoningMarkers, opens_reasoning, reasoning_of
 
 THINK = MARKERS[0]
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 def parser_of(starts_inside: bool = False, markers: ReasoningMarkers = THINK) -> MessageParser:
-    return parser_for("hermes", TOOLS, reasoning=markers, starts_inside=starts_inside)
+    return parser_for(DIALECTS["hermes"], TOOLS, reasoning=markers, starts_inside=starts_inside)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,11 @@ def test_a_template_without_markers_has_no_reasoning() -> None:
     assert parse(parser_for(None), "<think>so</think>").content == "<think>so</think>"
 
 
-def test_channels_have_their_own_reasoning_and_need_their_markers_without_tools() -> None:
-    channels = reasoning_of("{{ '<|start|>assistant<|channel|>analysis<|message|>' }}")
-    assert channels is not None
-    text = f"{channels.begin}Hm.{channels.end}Yes."
-    message = parse(parser_for("harmony", reasoning=channels), text)
-    assert (message.reasoning, message.content) == ("Hm.", "Yes.")
-    assert "<|channel|>" in kept_for("harmony")
-
-
-def test_markers_are_kept_for_the_parts_that_are_parsed() -> None:
-    assert kept_for("mistral") == []
-    assert "[TOOL_CALLS]" in kept_for("mistral", TOOLS)
-    assert kept_for(None, TOOLS, MARKERS[2]) == ["[THINK]", "[/THINK]"]
+def test_channels_have_their_own_reasoning_without_tools_and_whatever_the_template_says() -> None:
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    for reasoning in (None, THINK):
+        message = parse(parser_for(DIALECTS["harmony"], reasoning=reasoning), text)
+        assert (message.reasoning, message.content) == ("Hm.", "Yes.")
 
 
 def test_a_prompt_that_ends_with_the_marker_opens_the_block() -> None:

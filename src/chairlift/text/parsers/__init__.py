@@ -6,13 +6,14 @@ A family enters with a file that defines a Dialect and a line in DIALECTS. Modul
 from collections.abc import Sequence
 
 from chairlift.text.parsers.deepseek import DEEPSEEK, DEEPSEEK_V31
+from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.events import MessageParser, PlainText
 from chairlift.text.parsers.harmony import HARMONY
 from chairlift.text.parsers.hermes import HERMES
 from chairlift.text.parsers.llama import JSON, LLAMA, PYTHONIC
 from chairlift.text.parsers.mistral import MISTRAL, MISTRAL_ARGS
 from chairlift.text.parsers.qwen_coder import QWEN_CODER
-from chairlift.text.parsers.reasoning import MARKERS, ReasoningMarkers, ReasoningParser
+from chairlift.text.parsers.reasoning import ReasoningMarkers, ReasoningParser
 from chairlift.text.parsers.tools import Tool
 
 # In the order in which they are tried on a chat template.
@@ -42,40 +43,21 @@ def dialect_of(template: str) -> str | None:
     return next((name for name, dialect in DIALECTS.items() if dialect.matches(template)), None)
 
 
-def reasoning_of(template: str) -> ReasoningMarkers | None:
-    """Return the markers of the reasoning that a chat template's model writes; None if it writes none.
-
-    >>> reasoning_of("{{ message.content.split('</think>')[-1] }}")
-    ReasoningMarkers(begin='<think>', end='</think>')
-    """
-    name = dialect_of(template)
-    channels = DIALECTS[name].channels if name is not None else None
-    return channels or next((markers for markers in MARKERS if markers.end in template), None)
-
-
 def parser_for(
-    dialect: str | None,
+    dialect: Dialect | None,
     tools: Sequence[Tool] = (),
     reasoning: ReasoningMarkers | None = None,
     starts_inside: bool = False,
 ) -> MessageParser:
     """Return the parser of one answer: reasoning first, then content and calls; without tools, all of it is content.
 
-    >>> parser = parser_for("hermes", [Tool("now")])
+    >>> parser = parser_for(DIALECTS["hermes"], [Tool("now")])
     >>> parser.feed('It is <tool_call>{"name": "now", "argu')
     [Content(text='It is')]
     >>> parser.feed('ments": {}}</tool_call>'), parser.finish()
     ([CallStart(index=0, name='now'), CallArguments(index=0, text='{}')], [])
     """
-    form = DIALECTS[dialect] if dialect is not None else None
-    if form is not None and form.channels is not None:
-        return form.parser(tools)
-    parser = form.parser(tools) if form is not None and tools else PlainText()
+    if dialect is not None and dialect.has_channels:
+        return dialect.parser(tools)
+    parser = dialect.parser(tools) if dialect is not None and tools else PlainText()
     return parser if reasoning is None else ReasoningParser(reasoning, parser, starts_inside)
-
-
-def kept_for(dialect: str | None, tools: Sequence[Tool] = (), reasoning: ReasoningMarkers | None = None) -> list[str]:
-    """Return the markers that `parser_for` with these arguments needs in the text, special tokens or not."""
-    form = DIALECTS[dialect] if dialect is not None else None
-    kept = list(form.kept) if form is not None and (tools or form.channels is not None) else []
-    return [*kept, reasoning.begin, reasoning.end] if reasoning is not None else kept

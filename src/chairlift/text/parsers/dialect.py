@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from chairlift.text.parsers.events import MessageParser
 from chairlift.text.parsers.grammar import CallFormat, SpecialId
-from chairlift.text.parsers.reasoning import ReasoningMarkers
 from chairlift.text.parsers.tools import Tool
 
 
@@ -20,8 +19,8 @@ class Dialect:
     calls: CallFormat
     kept: tuple[str, ...] = ()
     """Markers that must stay in the decoded text even where they are special tokens."""
-    channels: ReasoningMarkers | None = None
-    """The markers of reasoning, for a family that writes all answers in this format, with tools or without."""
+    has_channels: bool = False
+    """All answers are written in this format, also those without tools, and reasoning is part of it."""
 
     def matches(self, template: str) -> bool:
         """Return whether a chat template is of this family."""

@@ -8,7 +8,6 @@ from chairlift.text.parsers.calls import CallParser
 from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.grammar import CallFormat, Lark, SpecialId
 from chairlift.text.parsers.json_text import read_value
-from chairlift.text.parsers.reasoning import ReasoningMarkers
 from chairlift.text.parsers.tools import Tool
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -82,7 +81,5 @@ HARMONY = Dialect(
     kept=(_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS),
     parser=HarmonyParser,
     calls=HarmonyFormat(before=f"{_CHANNEL}commentary to=functions.", after=f" {_CONSTRAIN}json{_MESSAGE}"),
-    channels=ReasoningMarkers(
-        begin=f"{_CHANNEL}analysis{_MESSAGE}", end=f"{_END}{_START}assistant{_CHANNEL}final{_MESSAGE}"
-    ),
+    has_channels=True,
 )

@@ -24,6 +24,15 @@ MARKERS = (
 _BREAKS = re.compile(r"\n*")
 
 
+def reasoning_of(template: str) -> ReasoningMarkers | None:
+    """Return the markers of the reasoning that a chat template's model writes; None if it writes none.
+
+    >>> reasoning_of("{{ message.content.split('</think>')[-1] }}")
+    ReasoningMarkers(begin='<think>', end='</think>')
+    """
+    return next((markers for markers in MARKERS if markers.end in template), None)
+
+
 def opens_reasoning(prompt: str, markers: ReasoningMarkers) -> bool:
     """Return whether a prompt ends with the marker that begins the block, so that the answer begins inside it."""
     return prompt.rstrip().endswith(markers.begin)
