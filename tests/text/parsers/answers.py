@@ -185,6 +185,7 @@ def xml_call(name: str, arguments: Arguments) -> str:
 
 QWEN_CODER = [
     *Family(xml_call).answers(),
+    *Family(lambda *call: xml_call(*call).replace("tool_call>", "seed:tool_call>")).answers(),
     Answer(
         "values on the line of their markers",
         "<tool_call><function=get_weather><parameter=city> Kyoto </parameter><parameter=days> 3 </parameter>"
@@ -278,6 +279,9 @@ def python_call(name: str, arguments: Arguments) -> str:
 PYTHONIC = [
     *Family(python_call, "[", ", ", "]").answers(),
     *Family(python_call, "<|python_start|>[", ", ", "]<|python_end|>").answers(),
+    *Family(python_call, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>").answers(),
+    Answer("JSON in the list", '[{"name": "now", "parameters": {}}, now()]', calls=(("now", "{}"),) * 2),
+    Answer("one call after the marker", "<|python_start|>now()<|python_end|>", calls=(("now", "{}"),)),
     Answer(
         "other ways to write values",
         r"""[get_weather(city='its \x41\u00e9\U0001f3bf\d', metric=true, tags=("a", 'b',), filter={'a': null,},)]""",

@@ -55,6 +55,13 @@ def test_a_template_without_markers_has_no_reasoning() -> None:
     assert parse(parser_for(None), "<think>so</think>").content == "<think>so</think>"
 
 
+def test_channels_have_their_own_reasoning_without_tools_and_whatever_the_template_says() -> None:
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    for reasoning in (None, THINK):
+        message = parse(parser_for(DIALECTS["harmony"], reasoning=reasoning), text)
+        assert (message.reasoning, message.content) == ("Hm.", "Yes.")
+
+
 def test_a_prompt_that_ends_with_the_marker_opens_the_block() -> None:
     assert opens_reasoning("<|im_start|>assistant\n<think>\n", THINK)
     assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINK)

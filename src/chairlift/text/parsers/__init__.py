@@ -10,9 +10,8 @@ from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.events import MessageParser, PlainText
 from chairlift.text.parsers.harmony import HARMONY
 from chairlift.text.parsers.hermes import HERMES
-from chairlift.text.parsers.llama import JSON, LLAMA
+from chairlift.text.parsers.llama import JSON, LLAMA, PYTHONIC
 from chairlift.text.parsers.mistral import MISTRAL, MISTRAL_ARGS
-from chairlift.text.parsers.pythonic import PYTHONIC
 from chairlift.text.parsers.qwen_coder import QWEN_CODER
 from chairlift.text.parsers.reasoning import ReasoningMarkers, ReasoningParser
 from chairlift.text.parsers.tools import Tool
@@ -28,17 +27,19 @@ DIALECTS = {
         MISTRAL,
         QWEN_CODER,
         HERMES,
-        PYTHONIC,
         LLAMA,
+        PYTHONIC,
         JSON,
     )
 }
 
 
 def dialect_of(template: str) -> str | None:
-    """Return the name of the dialect that a chat template is written for; None if the template shows no tools."""
-    if "tools" not in template:
-        return None
+    """Return the name of the dialect that a chat template is written for; None if the template knows no tools.
+
+    >>> dialect_of("{% for tool in tools %}...{% endfor %}...[TOOL_CALLS][{{ calls }}]")
+    'mistral'
+    """
     return next((name for name, dialect in DIALECTS.items() if dialect.matches(template)), None)
 
 
@@ -48,13 +49,15 @@ def parser_for(
     reasoning: ReasoningMarkers | None = None,
     starts_inside: bool = False,
 ) -> MessageParser:
-    """Return the parser of one answer: reasoning first, then content and calls; without tools, all is content.
+    """Return the parser of one answer: reasoning first, then content and calls; without tools, all of it is content.
 
-    >>> parser = parser_for(HERMES, [Tool("now")])
+    >>> parser = parser_for(DIALECTS["hermes"], [Tool("now")])
     >>> parser.feed('It is <tool_call>{"name": "now", "argu')
     [Content(text='It is')]
     >>> parser.feed('ments": {}}</tool_call>'), parser.finish()
     ([CallStart(index=0, name='now'), CallArguments(index=0, text='{}')], [])
     """
-    parser = dialect.parser(tools) if dialect is not None and (tools or dialect.has_channels) else PlainText()
+    if dialect is not None and dialect.has_channels:
+        return dialect.parser(tools)
+    parser = dialect.parser(tools) if dialect is not None and tools else PlainText()
     return parser if reasoning is None else ReasoningParser(reasoning, parser, starts_inside)

@@ -61,7 +61,9 @@ class ArrivingText:
 
     def release(self) -> str:
         """Return the text kept since `hold`, and keep no more."""
-        held = "".join([*(self._held or ()), self._piece[self._held_from : self._at]]) if self._held is not None else ""
+        if self._held is None:
+            return ""
+        held = "".join([*self._held, self._piece[self._held_from : self._at]])
         self._held = None
         return held
 

@@ -66,7 +66,7 @@ class CallParser:
         raise NotImplementedError
 
     def _read_call(self) -> Reader[bool]:
-        """Read one call of a list; return whether it was started. A list without one overrides `_read_calls` alone."""
+        """Read one call; return whether it was started. Families that use `_read_list` define it."""
         raise NotImplementedError
 
     def _read_list(self, separator: str, closing: str) -> Reader[bool]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chairlift.text.parsers.json_text import quote
 from chairlift.text.parsers.tools import Tool
 
 SpecialId = Callable[[str], int | None]
@@ -69,7 +70,7 @@ class CallFormat:
     closing: str = ""
     repeats: bool = False
     """The trigger precedes every call, not only the first."""
-    arguments: "Callable[[Lark, Tool, str, bool], str] | None" = None
+    arguments: Callable[[Lark, Tool, str, bool], str] | None = None
     """Adds the rules of a tool's arguments and returns their expression; without it, arguments are a JSON object."""
 
     @property
@@ -86,7 +87,7 @@ class CallFormat:
             "call", " | ".join(self._call(lark, index, tool, required) for index, tool in enumerate(tools))
         )
         if required:
-            return lark.source("BREAKS?", lark.text(self.trigger), self._block(lark, calls, parallel))
+            return lark.source("BREAKS?", lark.text(self.trigger + self.opening), self._calls(lark, calls, parallel))
         return self._anywhere(lark, tools, calls, parallel)
 
     def _call(self, lark: Lark, index: int, tool: Tool, required: bool) -> str:
@@ -98,22 +99,24 @@ class CallFormat:
         name = literal(tool.name + self.after[: self._in_name])
         return lark.rule(f"call_{index}", lark.text(self.before), name, rest)
 
-    def _block(self, lark: Lark, first: str, parallel: bool) -> str:
-        """Return the expression for one or more calls, without the first trigger."""
+    def _calls(self, lark: Lark, first: str, parallel: bool) -> str:
+        """Return the expression for one or more calls, after what opens them."""
         again = lark.text(self.between + (self.trigger if self.repeats else ""))
         more = f"({again} call)*" if parallel else ""
-        return " ".join(filter(None, [lark.text(self.opening), first, more, lark.text(self.closing)]))
+        return " ".join(filter(None, [first, more, lark.text(self.closing)]))
 
     def _anywhere(self, lark: Lark, tools: Sequence[Tool], calls: str, parallel: bool) -> str:
+        """Return the grammar for free text with calls in it, or without parallel calls, one at its end."""
         if self.trigger:
-            block = lark.rule("block", lark.until("head", self.trigger), self._block(lark, calls, parallel))
+            head = lark.until("head", self.trigger)
+            block = lark.rule("block", head, lark.text(self.opening), self._calls(lark, calls, parallel))
         else:  # free text ends where a line begins with a call of a tool by its name
             heads = [self.opening + self.before + tool.name + self.after[: self._in_name] for tool in tools]
             blocks = [
                 lark.rule(
                     f"block_{index}",
                     lark.rule(f"head_{index}[lazy]", "LINES", literal(head)),
-                    self._block(lark, f"rest_{index}", parallel).removeprefix(lark.text(self.opening)),
+                    self._calls(lark, f"rest_{index}", parallel),
                 )
                 for index, head in enumerate(heads)
             ]
@@ -123,7 +126,7 @@ class CallFormat:
 
 def literal(text: str) -> str:
     """Return the expression for a text; for no text, nothing."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return quote(text) if text else ""
 
 
 def json_value(schema: Mapping[str, Any], strict: bool) -> str:
@@ -138,5 +141,5 @@ def json_arguments(lark: Lark, tool: Tool, name: str, by_schema: bool) -> str:
 
 
 def arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments: a tool without a schema takes none."""
-    return {"type": "object", **(tool.parameters or {"properties": {}, "additionalProperties": False})}
+    """Return the schema of a tool's arguments, always an object: a tool without a schema takes no arguments."""
+    return {**(tool.parameters or {"properties": {}, "additionalProperties": False}), "type": "object"}

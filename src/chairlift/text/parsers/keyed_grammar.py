@@ -12,7 +12,7 @@ from chairlift.text.parsers.tools import Tool
 from chairlift.text.parsers.typed_text import types_of
 
 _DEFINITIONS = ("$defs", "definitions")
-_VALUE_END = "\n</parameter>"
+_VALUE_END = "</parameter>"
 
 
 def xml_arguments(lark: Lark, tool: Tool, name: str, by_schema: bool) -> str:
@@ -49,9 +49,10 @@ def _properties(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Return the key and schema of each argument, and whether it is required; definitions go with each schema."""
     whole = arguments_schema(tool)
     shared = {key: whole[key] for key in _DEFINITIONS if key in whole}
-    required = whole.get("required")
+    listed = whole.get("required")
+    required = listed if isinstance(listed, list) else []
     return [
-        (key, {**schema, **shared} if isinstance(schema, Mapping) else shared, key in (required or ()))
+        (key, {**schema, **shared} if isinstance(schema, Mapping) else shared, key in required)
         for key, schema in tool.properties.items()
     ]
 
@@ -60,10 +61,10 @@ def _xml_value(lark: Lark, schema: Mapping[str, Any], name: str, strict: bool) -
     """Return the expression for a value and the marker after it; text that may be a string is not checked."""
     types = types_of(schema)
     if types and "string" not in types:
-        return lark.rule(name, json_value(schema, strict), literal(_VALUE_END))
+        return lark.rule(name, json_value(schema, strict), literal("\n" + _VALUE_END))
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(allowed, list) and allowed and all(isinstance(each, str) for each in allowed):
-        return lark.rule(name, " | ".join(literal(each + _VALUE_END) for each in allowed))
+        return lark.rule(name, " | ".join(literal(f"{each}\n{_VALUE_END}") for each in allowed))
     return lark.until(name, _VALUE_END)
 
 

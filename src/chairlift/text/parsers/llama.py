@@ -1,43 +1,34 @@
-"""Llama 3: {"name": ..., "parameters": {...}}, several separated by semicolons; and plain JSON of any other model."""
+"""Llama 3 and 4: {"name": ..., "parameters": {...}} or a list of calls in Python; and JSON for all other models."""
 
-from chairlift.text.parsers.arriving import Markers, Reader
+from chairlift.text.parsers.bare_calls import AROUND, BareCallParser
 from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.grammar import CallFormat
-from chairlift.text.parsers.json_calls import JsonCallParser
+from chairlift.text.parsers.keyed_grammar import python_arguments
 
-_TAG = "<|python_tag|>"
-
-
-class BareJsonParser(JsonCallParser):
-    """Reads JSON objects, or a list of them, that begin a line."""
-
-    bare = "{["
-
-    def _read_calls(self, opener: str) -> Reader[bool]:
-        yield from self._text.space()
-        if (yield from self._text.peek()) == "[":
-            self._text.skip()
-            return (yield from self._read_list(",", "]"))
-        return (yield from self._read_list(";", ""))
-
-
-class LlamaParser(BareJsonParser):
-    """Reads JSON objects that begin a line or follow the tag."""
-
-    openers = Markers(_TAG)
-
+_KEPT = (*AROUND, *filter(None, AROUND.values()))
 
 LLAMA = Dialect(
     name="llama",
-    signs=(("<|python_tag|>", '"parameters"'), ("<|start_header_id|>", '"parameters"')),
-    kept=(_TAG,),
-    parser=LlamaParser,
+    signs=(("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')),
+    kept=_KEPT,
+    parser=BareCallParser,
     calls=CallFormat(before='{"name": "', after='", "parameters": ', tail="}", between="; "),
 )
 
+PYTHONIC = Dialect(
+    name="pythonic",
+    signs=(("func_name1(",), ("<|python_start|>",), ("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+    kept=_KEPT,
+    parser=BareCallParser,
+    calls=CallFormat(
+        opening="[", before="", after="(", tail=")", between=", ", closing="]", arguments=python_arguments
+    ),
+)
+
+# For templates that write tools but calls in no format known here: a forced call is JSON, and JSON is read.
 JSON = Dialect(
     name="json",
-    signs=(("tool_calls",),),
-    parser=BareJsonParser,
+    signs=(("tools",),),
+    parser=BareCallParser,
     calls=CallFormat(before='{"name": "', after='", "arguments": ', tail="}", between="\n"),
 )

@@ -11,6 +11,8 @@ from chairlift.text.parsers.keyed_grammar import xml_arguments
 from chairlift.text.parsers.typed_text import TrimmedText, is_string, typed
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+# Seed-OSS writes the same format between markers of its own; models sometimes leave the outer markers out.
+_AROUND = {_BEGIN: _END, "<seed:tool_call>": "</seed:tool_call>"}
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\n]*")
@@ -19,16 +21,14 @@ _VALUE_END = Markers(_PARAMETER_END)
 
 
 class QwenCoderParser(CallParser):
-    """Reads parameters, whose text is typed by the function's schema; strings are passed on as they arrive.
+    """Reads parameters, whose text is typed by the function's schema; strings are passed on as they arrive."""
 
-    Models sometimes leave out the outer marker.
-    """
-
-    openers = Markers(_BEGIN, _FUNCTION)
+    openers = Markers(*_AROUND, _FUNCTION)
 
     def _read_calls(self, opener: str) -> Reader[bool]:
         text = self._text
-        if opener == _BEGIN:
+        closing = _AROUND.get(opener)
+        if closing:
             yield from text.space()
             if not (yield from text.literal(_FUNCTION)):
                 return False
@@ -37,8 +37,8 @@ class QwenCoderParser(CallParser):
             return False
         self._start(name)
         self._output.arguments("{")
-        if (yield from self._read_parameters(name)) and opener == _BEGIN:
-            yield from self._read_closing(_END)
+        if (yield from self._read_parameters(name)) and closing:
+            yield from self._read_closing(closing)
         return True
 
     def _read_parameters(self, name: str) -> Reader[bool]:
@@ -81,7 +81,7 @@ class QwenCoderParser(CallParser):
 QWEN_CODER = Dialect(
     name="qwen-coder",
     signs=((_FUNCTION, _PARAMETER),),
-    kept=(_BEGIN, _END),
+    kept=(*_AROUND, *_AROUND.values()),
     parser=QwenCoderParser,
     calls=CallFormat(
         trigger=_BEGIN,

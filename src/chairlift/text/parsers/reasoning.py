@@ -25,7 +25,7 @@ _BREAKS = re.compile(r"\n*")
 
 
 def reasoning_of(template: str) -> ReasoningMarkers | None:
-    """Return the markers of a family's reasoning, by its chat template; None if it writes none.
+    """Return the markers of the reasoning that a chat template's model writes; None if it writes none.
 
     >>> reasoning_of("{{ message.content.split('</think>')[-1] }}")
     ReasoningMarkers(begin='<think>', end='</think>')

@@ -1,39 +1,53 @@
-"""Calls written as Python: [get_weather(city="Kyoto"), now()], as Llama 3.2 and 4 and others do."""
+"""Calls that begin a line and need no marker: JSON objects, or Python as in [get_weather(city="Kyoto"), now()]."""
 
 import re
 
 from chairlift.text.parsers.arriving import Markers, Reader
-from chairlift.text.parsers.calls import CallParser
-from chairlift.text.parsers.dialect import Dialect
-from chairlift.text.parsers.grammar import CallFormat
+from chairlift.text.parsers.json_calls import JsonCallParser
 from chairlift.text.parsers.json_text import quote
-from chairlift.text.parsers.keyed_grammar import python_arguments
 from chairlift.text.parsers.python_text import read_value
 
-_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+# Markers that some models write before such calls, and after them.
+AROUND = {
+    "<|python_tag|>": "",
+    "<|python_start|>": "<|python_end|>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
+}
+
 _NAME = re.compile(r"[-.\w]*")
-_KEY = re.compile(r"\w*")
+_KEY = re.compile(r"""[^\s=,()\[\]{}'"]*""")
 
 
-class PythonicParser(CallParser):
-    """Reads a list of calls that begins a line or follows the marker; arguments are passed on one by one."""
+class BareCallParser(JsonCallParser):
+    """Reads a list of calls in brackets, or calls separated by semicolons; arguments in Python come one by one."""
 
-    openers = Markers(_BEGIN)
-    bare = "["
+    openers = Markers(*AROUND)
+    bare = "{["
 
     def _read_calls(self, opener: str) -> Reader[bool]:
-        yield from self._text.space()
-        if not (yield from self._text.literal("[")) or not (yield from self._read_list(",", "]")):
+        text = self._text
+        yield from text.space()
+        is_list = (yield from text.peek()) == "["
+        separator, bracket = (",", "]") if is_list else (";", "")
+        if is_list:
+            text.skip()
+        if not (yield from self._read_list(separator, bracket)):
             return False
-        if opener == _BEGIN:
-            yield from self._read_closing(_END)
+        if closing := AROUND.get(opener):
+            yield from self._read_closing(closing)
         return True
 
     def _read_call(self) -> Reader[bool]:
-        text = self._text
-        name = yield from text.collect(_NAME)
-        if name not in self._tools or not (yield from text.literal("(")):
+        if (yield from self._text.peek()) == "{":
+            return (yield from super()._read_call())
+        name = yield from self._text.collect(_NAME)
+        if name not in self._tools or not (yield from self._text.literal("(")):
             return False
+        return (yield from self._read_keywords(name))
+
+    def _read_keywords(self, name: str) -> Reader[bool]:
+        """Read key=value pairs up to the closing bracket; return whether the call was started."""
+        text = self._text
         separator = "{"
         while key := (yield from self._read_key()):
             if separator == "{":
@@ -66,14 +80,3 @@ class PythonicParser(CallParser):
         key = yield from text.collect(_KEY)
         yield from text.space()
         return key if key and (yield from text.literal("=")) else ""
-
-
-PYTHONIC = Dialect(
-    name="pythonic",
-    signs=((_BEGIN,),),
-    kept=(_BEGIN, _END),
-    parser=PythonicParser,
-    calls=CallFormat(
-        opening="[", before="", after="(", tail=")", between=", ", closing="]", arguments=python_arguments
-    ),
-)
