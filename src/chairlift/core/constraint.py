@@ -76,6 +76,8 @@ class Reasoning(Constraint):
         self._is_inside = thinking.is_open
         self._may_begin = not thinking.is_open  # at the answer's first tokens
         self._begun: tuple[int, ...] = ()  # tokens of `start` so far
+        if self._is_inside:
+            self._force()
 
     def mask(self) -> bytes | None:
         """Return the mask of the part that the answer is in."""
