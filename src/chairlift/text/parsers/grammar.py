@@ -13,6 +13,7 @@ from typing import Any
 
 from chairlift.text.parsers.json_text import quote
 from chairlift.text.parsers.tools import Tool
+from chairlift.text.tokenizer import Tokenizer
 
 SpecialId = Callable[[str], int | None]
 
@@ -122,6 +123,20 @@ class CallFormat:
             ]
             block = lark.rule("block", " | ".join(blocks))
         return lark.source(f"{block}* TEXT") if parallel else lark.source(f"TEXT | {block}")
+
+
+def special_ids(tokenizer: Tokenizer) -> SpecialId:
+    """Return the ids of the markers that llguidance holds as special tokens when it reads this tokenizer.
+
+    Besides special tokens these are all added tokens of the form <...>, such as Qwen's <tool_call>: in the grammar
+    their text would match only other, smaller tokens that spell it.
+    """
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    return {
+        token.content: id
+        for id, token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }.get
 
 
 def literal(text: str) -> str:
