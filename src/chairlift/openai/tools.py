@@ -12,6 +12,7 @@ from chairlift.core.structured import Structured
 from chairlift.core.values import show
 from chairlift.text.grammar import call_or_json
 from chairlift.text.parsers import DIALECTS
+from chairlift.text.parsers.grammar import special_ids
 from chairlift.text.parsers.tools import Tool
 from chairlift.text.tokenizer import Tokenizer
 
@@ -102,12 +103,10 @@ def enforced(
     if use.is_forced and structured is not None:
         raise RequestError("tool_choice requires a call, and response_format another answer: leave one of them out")
 
-    def special(marker: str) -> int | None:
-        id = tokenizer.backend.token_to_id(marker)
-        return id if id in tokenizer.special_ids else None
-
     required = use.is_forced or structured is not None
-    calls = DIALECTS[dialect].grammar(use.named, required=required, parallel=use.parallel, special=special)
+    calls = DIALECTS[dialect].grammar(
+        use.named, required=required, parallel=use.parallel, special=special_ids(tokenizer)
+    )
     if calls is None or structured is None:
         return None if calls is None else Structured("grammar", calls)
     return call_or_json(calls, structured)
