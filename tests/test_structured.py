@@ -108,6 +108,31 @@ def test_structural_tags_constrain_what_follows_a_trigger(llm: LLM) -> None:
         assert re.sub(r"<f=x>\s*[12]\s*</f>", "", answer.text).count("<f") == 0 or answer.finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        {"type": "array", "items": {"properties": {"a": {"const": 1}}, "type": "object"}, "maxItems": 2, "minItems": 1},
+    ],
+    ids=str,
+)
+def test_only_named_properties_are_written_unless_others_are_allowed(llm: LLM, schema: dict[str, Any]) -> None:
+    params = SamplingParams(structured={"json": schema}, temperature=1, seed=1, n=8, max_tokens=200)
+    [output] = llm.generate([PROMPT], params, progress=False)
+    found = [json.loads(answer.text) for answer in output.outputs if answer.finish_reason == "stop"]
+    assert len(found) > 4
+    for each in found:
+        assert all(part.keys() <= {"a"} for part in (each if isinstance(each, list) else [each]))
+
+
+def test_parts_that_are_joined_do_not_forbid_one_another(llm: LLM) -> None:
+    parts = [{"properties": {name: {"type": "boolean"}}, "required": [name], "type": "object"} for name in "ab"]
+    params = SamplingParams(structured={"json": {"allOf": parts, "maxProperties": 2}}, seed=1, n=4, max_tokens=200)
+    [output] = llm.generate([PROMPT], params, progress=False)
+    finished = [answer for answer in output.outputs if answer.finish_reason == "stop"]
+    assert finished and all(json.loads(answer.text).keys() == {"a", "b"} for answer in finished)
+
+
 def test_a_class_with_a_schema_is_taken(llm: LLM) -> None:
     class Person:
         @classmethod

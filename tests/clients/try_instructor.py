@@ -1,4 +1,4 @@
-"""instructor: objects out of answers; it needs tools or structured output, which are not there yet."""
+"""instructor: objects out of answers, with tools and with structured output."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from typing import Any
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
-from trying import MESSAGES, MODEL, URL, attempt, told
+from pydantic import BaseModel, Field
+from trying import MESSAGES, MODEL, URL, attempt
 
 
 class Colour(BaseModel):
     """A colour."""
 
-    name: str
+    name: str = Field(max_length=12)
+    is_warm: bool
 
 
 def ask(mode: Any, kind: Any) -> Any:
     client = instructor.from_openai(OpenAI(base_url=f"{URL}/v1", api_key="none"), mode=mode)
     return client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, response_model=kind, max_retries=0, max_tokens=32
+        model=MODEL, messages=MESSAGES, response_model=kind, max_retries=0, max_tokens=200
     )
 
 
 attempt("free text", lambda: ask(instructor.Mode.TOOLS, None).choices[0].message.content)
-attempt("tools are refused by name", lambda: told(lambda: ask(instructor.Mode.TOOLS, Colour), "tools is not supported"))
-attempt(
-    "JSON is refused by name",
-    lambda: told(lambda: ask(instructor.Mode.JSON, Colour), "response_format is not supported"),
-)
+for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
+    attempt(f"an object with {mode.name}", lambda mode=mode: isinstance(ask(mode, Colour), Colour))

@@ -20,4 +20,7 @@ attempt("a conversation with tool calls", lambda: chat(messages=CALLED).choices[
 attempt(
     "a prompt that is too long is known as such", lambda: told(lambda: chat(messages=long), "ContextWindowExceeded")
 )
-attempt("tools are refused by name", lambda: told(lambda: chat(tools=[TOOL]), "tools is not supported"))
+attempt(
+    "a required tool call",
+    lambda: chat(tools=[TOOL], tool_choice="required", max_tokens=200).choices[0].message.tool_calls[0].function.name,
+)

@@ -47,21 +47,25 @@ attempt("completion", lambda: client.completions.create(model=MODEL, prompt="Onc
 attempt("models", lambda: [each.id for each in client.models.list()] == [MODEL])
 attempt("a conversation with tool calls", lambda: chat(messages=CALLED).choices[0].message.content)
 attempt('tools with tool_choice "none"', lambda: chat(tools=[TOOL], tool_choice="none").choices[0].message.content)
-attempt("tools are refused by name", lambda: told(lambda: chat(tools=[TOOL]), "tools is not supported"))
 attempt(
-    "response_format is refused by name",
-    lambda: told(lambda: chat(response_format={"type": "json_object"}), "response_format is not supported"),
+    "a required tool call",
+    lambda: chat(tools=[TOOL], tool_choice="required", max_tokens=200).choices[0].message.tool_calls[0].function.name,
 )
 for field, value in {
-    "guided_json": {"type": "object"},
+    "guided_json": {"enum": ["red", "blue"]},
     "guided_choice": ["red", "blue"],
     "structured_outputs": {"choice": ["red", "blue"]},
-    "chat_template": "{{ messages }}",
 }.items():
     attempt(
-        f"{field} is refused, not ignored",
-        lambda field=field, value=value: told(lambda: chat(extra_body={field: value}), field),
+        field,
+        lambda field=field, value=value: (
+            chat(extra_body={field: value}).choices[0].message.content.strip(' \n"') in ("red", "blue")
+        ),
     )
+attempt(
+    "chat_template is refused, not ignored",
+    lambda: told(lambda: chat(extra_body={"chat_template": "{{ messages }}"}), "chat_template"),
+)
 attempt("a prompt that is too long has its code", lambda: told(lambda: chat(messages=long), "context_length_exceeded"))
 attempt(
     "a base URL without /v1 gets a hint",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from trying import MODEL, URL, attempt, told
+from trying import MODEL, URL, attempt
 
 
 class Colour(BaseModel):
     """A colour."""
 
-    name: str
+    name: str = Field(max_length=12)
+    is_warm: bool
 
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
@@ -22,7 +23,8 @@ attempt(
     "a second turn",
     lambda: agent.run_sync("Another.", message_history=agent.run_sync("A colour.").all_messages()).output,
 )
-attempt(
-    "an output type is refused by name",
-    lambda: told(lambda: Agent(model, output_type=Colour).run_sync("Name a colour."), "not supported"),
-)
+settings = {"max_tokens": 300}
+typed = Agent(model, output_type=Colour, model_settings=settings, retries=3)
+attempt("an output type, by a tool", lambda: isinstance(typed.run_sync("Name a colour.").output, Colour))
+native = Agent(model, output_type=NativeOutput(Colour), model_settings=settings, retries=3)
+attempt("an output type, native", lambda: isinstance(native.run_sync("Name a colour.").output, Colour))

@@ -19,7 +19,7 @@ from chairlift.core.constraint import Constraint, Masks, one_by_one
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
 from chairlift.core.values import one_line
-from chairlift.text.schema_paths import where
+from chairlift.text.json_schema import close, where
 
 if TYPE_CHECKING:
     import llguidance
@@ -41,7 +41,7 @@ def source_of(structured: Structured) -> str:
     if kind == "json_object":
         return str(matcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS))
     if kind == "json":
-        return str(matcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS))
+        return str(matcher.grammar_from_json_schema(json.dumps(close(json.loads(source))), overrides=_JSON_OPTIONS))
     if kind == "regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "choice":
@@ -86,7 +86,7 @@ def call_or_json(calls: str, structured: Structured) -> Structured:
     if structured.kind not in ("json", "json_object"):
         raise RequestError(f"tools cannot be combined with {structured.kind}: use json, or leave one of them out")
     schema = json.loads(structured.source or '{"type":"object"}')
-    schema = {**schema, "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
+    schema = {**close(schema), "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
     head, _, rest = calls.partition("\nstart:")
     return Structured("grammar", f"{head}\nstart: calls | %json {json.dumps(schema)}\ncalls:{rest}")
 

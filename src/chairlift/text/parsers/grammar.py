@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chairlift.text.json_schema import close
 from chairlift.text.parsers.json_text import quote
 from chairlift.text.parsers.tools import Tool
 from chairlift.text.tokenizer import Tokenizer
@@ -157,4 +158,4 @@ def json_arguments(lark: Lark, tool: Tool, name: str, by_schema: bool) -> str:
 
 def arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Return the schema of a tool's arguments, always an object: a tool without a schema takes no arguments."""
-    return {**(tool.parameters or {"properties": {}, "additionalProperties": False}), "type": "object"}
+    return {**close(tool.parameters or {"properties": {}}), "type": "object"}

@@ -1,4 +1,4 @@
-"""Where in a JSON schema a keyword is that cannot be enforced."""
+"""JSON schemas: objects without other properties than those named, and where a keyword is that cannot be enforced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _ONE = (
 )
 _LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# With these, an object's properties may be named in more than one place.
+_JOINING = frozenset({"$ref", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "additionalProperties"})
 _QUOTED = re.compile(r'"([^"]+)"')
 _DEEPEST = 200
 
@@ -62,3 +64,22 @@ def _parts(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, 
 def _escape(key: str) -> str:
     shown = json.dumps(key, ensure_ascii=False)[1:-1]
     return shown.replace("~", "~0").replace("/", "~1")
+
+
+def close(schema: Any) -> Any:
+    """Return the schema with no other properties than the named ones in objects that do not say whether others may be.
+
+    Every answer still matches the given schema. With others allowed, a small model adds properties until its tokens are
+    used up. A schema that joins others (allOf, or $ref beside more) stays as it is: each part would forbid the rest.
+
+    >>> close({"properties": {"a": {"properties": {"b": {}}}}})["properties"]["a"]["additionalProperties"]
+    False
+    """
+    parts = [part for _, part in _parts(schema, "#", 0)]
+    if any("allOf" in part or ("$ref" in part and part.keys() & {"properties", "required"}) for part in parts):
+        return schema
+    copy = json.loads(json.dumps(schema))
+    for _, part in _parts(copy, "#", 0):
+        if "properties" in part and not part.keys() & _JOINING:
+            part["additionalProperties"] = False
+    return copy
