@@ -166,6 +166,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_path(llm: LLM, schema: dict
         ({"json": {"enum": ["x" * 300_000]}}, "at most 262,144"),
         ({"structural_tag": {"structures": [], "triggers": []}}, "lists of structures"),
         (7, "give one of"),
+        ({"json": {"properties": {"a": {"multipleOf": 55560885}}}}, r"at #/properties/a/multipleOf"),
     ],
     ids=str,
 )

@@ -76,7 +76,7 @@ def serve(
     tool_parser: Annotated[
         str | None,
         typer.Option(
-            help="How the model writes tool calls, for a chat template that is not recognised (docs/tools.md)."
+            help="How the model writes tool calls, for a chat template that is not recognised (docs/structured.md)."
         ),
     ] = None,
     metrics_compat: Annotated[

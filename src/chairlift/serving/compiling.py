@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Thread
+from threading import Thread, get_native_id
 from typing import NamedTuple
 
 from chairlift.core.constraint import Constraint
@@ -15,6 +15,13 @@ from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.text.grammar import Grammars
 
 _THREADS = 2
+_NICE = 10
+
+
+def run_behind_others() -> None:
+    """Lower the priority of this thread, so that steps do not wait for a core."""
+    with suppress(OSError):  # elsewhere than on Linux, threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
 
 
 class Compiled(NamedTuple):
@@ -31,7 +38,7 @@ class Compiler:
         self.grammars: Grammars | None = None
         self._problem: Exception | None = None
         self._make = make
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars", initializer=run_behind_others)
         self._done: deque[Compiled] = deque()
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)

@@ -26,12 +26,13 @@ from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
-GRAMMAR_SECONDS = 10.0  # a process reads the vocabulary first, which takes up to two
+GRAMMAR_SECONDS = 2.0  # typical schemas take milliseconds
 SHORT = 32_000  # bytes of a job that takes some tens of milliseconds
 SECONDS, LONG_SECONDS = 5.0, 20.0  # limits of a job; a short one that exceeds its limit has an endless chat template
 MEMORY = 1 << 30  # bytes for one job: a million tokens of English use half of it
 _MOST_WAITING = 32 << 20  # bytes per lane: four bodies of the largest size, or thousands of chats
 _EACH = 1024  # bytes of overhead per waiting job
+_NICE = 10  # of checks of grammars: the steps of other requests come first
 _LONG_PROCESSES = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 Result = Encoded | list[bytes]
@@ -48,7 +49,7 @@ class TextPool:
         file = self._setup.fileno()
         self._short = Lane(file, SECONDS, processes=1)
         self._long = Lane(file, LONG_SECONDS, processes=_LONG_PROCESSES)
-        self._grammars = Lane(file, GRAMMAR_SECONDS, processes=1)  # apart: no conversation waits for one
+        self._grammars = Lane(file, GRAMMAR_SECONDS, processes=1, nice=_NICE)  # apart: no conversation waits for one
 
     def start(self) -> None:
         """Start the process for short jobs; the others start on demand."""
@@ -80,9 +81,10 @@ class _Order:
 class Lane:
     """Text processes with one queue; a task drives each process and replaces it when it ends."""
 
-    def __init__(self, file: int, seconds: float, processes: int) -> None:
+    def __init__(self, file: int, seconds: float, processes: int, nice: int = 0) -> None:
         self._file = file
         self._seconds = seconds
+        self._nice = nice
         self._most = processes
         self._numbers = itertools.count()
         self._queue: asyncio.PriorityQueue[_Order] = asyncio.PriorityQueue()
@@ -125,7 +127,7 @@ class Lane:
         worker: Worker | None = None
         try:
             with suppress(OSError):  # the first job tries again, and reports the error
-                worker = await Worker.start(self._file, self._seconds)
+                worker = await Worker.start(self._file, self._seconds, self._nice)
             while True:
                 self._idle += 1
                 try:
@@ -145,7 +147,7 @@ class Lane:
             for _ in range(2):
                 if order.result.done():
                     break
-                worker = worker or await Worker.start(self._file, self._seconds)
+                worker = worker or await Worker.start(self._file, self._seconds, self._nice)
                 try:
                     end, pieces = await worker.ask(order.raw)
                 except Ended as ended:
@@ -215,9 +217,9 @@ class Worker:
         self._stdin, self._stdout = process.stdin, process.stdout
 
     @staticmethod
-    async def start(file: int, seconds: float) -> Worker:
+    async def start(file: int, seconds: float, nice: int) -> Worker:
         """Start a process; it loads its tokenizer while its first job waits in the pipe."""
-        arguments = (str(file), str(seconds), str(MEMORY))
+        arguments = (str(file), str(seconds), str(MEMORY), str(nice))
         return Worker(
             await asyncio.create_subprocess_exec(
                 *command("chairlift.serving.text_process", *arguments),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 import msgspec
 import tokenizers
@@ -16,6 +17,7 @@ from chairlift.core.errors import RequestError
 from chairlift.serving.text_jobs import Encoded, Job, perform
 from chairlift.text.confined import confine, deadline, resident
 from chairlift.text.frames import read_frame, write_frame
+from chairlift.text.grammar import grammars_for
 from chairlift.text.tokenizer import Tokenizer
 
 PIECE = 1 << 18  # bytes of a result per frame
@@ -98,10 +100,14 @@ def do(raw: bytes, tokenizer: Tokenizer | None) -> tuple[Encoded | Refused | Out
 
 def main() -> None:
     """Run jobs until the parent process closes the pipe."""
-    file, seconds, memory = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    file, seconds, memory, nice = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     source, target = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = _decode_setup(os.pread(file, os.fstat(file).st_size, 0)).make()
     os.close(file)
+    if nice:  # this process checks grammars: it reads the vocabulary before its first job's time begins
+        os.nice(nice)
+        with suppress(RequestError):  # which the first job meets again
+            grammars_for(tokenizer) if tokenizer is not None else None
     confine(memory)
     most = resident() + _GROWTH
     while (raw := read_frame(source)) is not None:

@@ -19,7 +19,7 @@ from chairlift.core.constraint import Constraint, Masks, one_by_one
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
 from chairlift.core.values import one_line
-from chairlift.text.json_schema import close, where
+from chairlift.text.json_schema import check_multiples, close, where
 
 if TYPE_CHECKING:
     import llguidance
@@ -41,7 +41,9 @@ def source_of(structured: Structured) -> str:
     if kind == "json_object":
         return str(matcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS))
     if kind == "json":
-        return str(matcher.grammar_from_json_schema(json.dumps(close(json.loads(source))), overrides=_JSON_OPTIONS))
+        schema = json.loads(source)
+        check_multiples(schema)
+        return str(matcher.grammar_from_json_schema(json.dumps(close(schema)), overrides=_JSON_OPTIONS))
     if kind == "regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "choice":

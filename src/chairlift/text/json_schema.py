@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
+
+from chairlift.core.errors import RequestError
 
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
 _ONE = (
@@ -18,6 +21,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _JOINING = frozenset({"$ref", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "additionalProperties"})
 _QUOTED = re.compile(r'"([^"]+)"')
 _DEEPEST = 200
+_DIGITS = 4  # 50 ms; each more takes ten times as long
 
 
 def where(schema: Any, error: str) -> str:
@@ -83,3 +87,13 @@ def close(schema: Any) -> Any:
         if "properties" in part and not part.keys() & _JOINING:
             part["additionalProperties"] = False
     return copy
+
+
+def check_multiples(schema: Any) -> None:
+    """Refuse a multipleOf with many digits: its automaton has a state for each remainder, and no limit stops it."""
+    for path, part in _parts(schema, "#", 0):
+        value = part.get("multipleOf")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            digits = Decimal(repr(value)).normalize().as_tuple().digits
+            if len(digits) > _DIGITS:
+                raise RequestError(f"multipleOf is {value}: use one of at most {_DIGITS} digits (at {path}/multipleOf)")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.text.json_schema import close
+from chairlift.text.json_schema import check_multiples, close
 from chairlift.text.parsers.json_text import quote
 from chairlift.text.parsers.tools import Tool
 from chairlift.text.tokenizer import Tokenizer
@@ -147,6 +147,7 @@ def literal(text: str) -> str:
 
 def json_value(schema: Mapping[str, Any], strict: bool) -> str:
     """Return the expression for a JSON value; what llguidance cannot check is an error for strict tools only."""
+    check_multiples(schema)
     options = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
