@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from chairlift.core.constraint import Constraint, Masks, one_by_one
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
@@ -153,6 +151,8 @@ class Grammars:
 
     def masks(self, constraints: Sequence[Constraint]) -> Masks:
         """Compute masks, those of grammars on several threads without the interpreter's lock."""
+        import numpy as np  # a process that only checks grammars does without
+
         packed = np.empty((len(constraints), self._words), np.int32)
         jobs = []
         for place, constraint in enumerate(constraints):
