@@ -16,6 +16,7 @@ from test_properties import QUIET, SIZES, TROUBLE, cause_trouble, quiet_engine, 
 from world import Shape, World
 
 from chairlift.core.batching import GATES
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
@@ -36,7 +37,9 @@ def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
     shape = draw(shapes())
     prefill = draw(st.sampled_from(tuple(PREFILL_MODES)))
     if prefill == "whole":
-        shape = replace(shape, step_tokens=shape.max_length + shape.seats)
+        step_tokens = shape.max_length + shape.seats
+        blocks = CacheGroups(shape.windows, shape.block_size, step_tokens).blocks_of(shape.max_length)
+        shape = replace(shape, step_tokens=step_tokens, blocks=max(shape.blocks, blocks))
     host = draw(st.integers(0, shape.blocks))
     shape = replace(shape, host_blocks=host, disk_blocks=draw(st.sampled_from((0, 9))) if host else 0)
     return shape, SchedulingSettings(

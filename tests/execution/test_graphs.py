@@ -72,8 +72,8 @@ def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
     generator = torch.Generator().manual_seed(0)
     cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
     rows.tokens[:MAX_ROWS].copy_(torch.randint(0, config.vocab_size, rows.tokens[:MAX_ROWS].shape, generator=generator))
-    rows._tables[:] = np.random.default_rng(0).permutation(MAX_ROWS * BLOCKS).reshape(MAX_ROWS, BLOCKS)
-    rows.device_tables[:MAX_ROWS] = torch.from_numpy(rows._tables)
+    rows._tables[0] = np.random.default_rng(0).permutation(MAX_ROWS * BLOCKS).reshape(MAX_ROWS, BLOCKS)
+    rows.device_tables[:, :MAX_ROWS] = torch.from_numpy(rows._tables)
     return MixedGraphs(Uncaptured(decoder, cache, rows, MAX_ROWS), 128)
 
 
@@ -128,8 +128,8 @@ def test_decodes_with_a_shared_prefix_are_grouped_beside_a_prompt(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = graphs._capturer.rows
-    rows._tables[:6, :17] = rows._tables[0, :17]
-    rows.device_tables[:6] = torch.from_numpy(rows._tables[:6])
+    rows._tables[0, :6, :17] = rows._tables[0, 0, :17]
+    rows.device_tables[:, :6] = torch.from_numpy(rows._tables[:, :6])
     flat = make_flat([(17 * 16 + 5 * i, 1) for i in range(6)] + [(0, 9)], [0, 1, 2, 3, 4, 5, 8])
     shared = rows.find_shared(flat.rows[:6], flat.contexts[:6])
     assert shared is not None and (shared.prefixes == 17 * 16).all()
@@ -143,8 +143,8 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
     capturer = graphs._capturer
     rows, decodes = capturer.rows, DecodeGraphs(capturer)
     who, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
-    other = int(rows._tables[11, 0])  # now unused
-    rows._tables[3, 2] = other
+    other = int(rows._tables[0, 11, 0])  # now unused
+    rows._tables[0, 3, 2] = other
     rows._places, rows._changed = [3 * BLOCKS + 2], [other]
     logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(5))
     monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
@@ -152,8 +152,8 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
     assert tokens is not None and torch.equal(tokens, found.argmax(-1))
     assert torch.equal(rows.tokens[who, positions + 1].long(), tokens)
-    assert rows.device_tables[3, 2] == other and not rows._places
-    assert (rows.device_tables[MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
+    assert rows.device_tables[0, 3, 2] == other and not rows._places
+    assert (rows.device_tables[:, MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
     spare = MAX_ROWS * BLOCKS
     assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     again, nothing = decodes.run(who, positions, None, False)
