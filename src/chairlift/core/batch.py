@@ -101,9 +101,9 @@ class RunningBatch:
 
         False if the sequence itself was preempted.
         """
-        self._memory.free_outside_windows(sequence)
         if self._memory.append(step, sequence):
             return True
+        self._memory.free_outside_windows(sequence)
         while not self._memory.can_grow(sequence, length):
             # Sequences before it already have a slice in this step, which is never taken back.
             behind = self.running[self.running.index(sequence) :]

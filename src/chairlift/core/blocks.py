@@ -88,8 +88,9 @@ class BlockPool:
             self._holders[source] -= 1
             table.blocks[-1] = target
             copy = source, target
+        spare = table.spare
         for _ in range(self.blocks_for(length) - len(table.blocks)):
-            table.blocks.append(table.spare.pop() if table.spare else self._take())
+            table.blocks.append(spare.pop() if spare else self._take())
         table.writable = len(table.blocks) * self.block_size
         return copy
 

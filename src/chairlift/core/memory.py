@@ -212,6 +212,7 @@ class Memory:
         self.preemption.check(waiting)
         self.prefixes.check(running, waiting)
         for sequence in running:
+            assert sequence.tables[-1].writable == min(table.writable for table in sequence.tables)
             for table, window in zip(sequence.tables, self.groups.windows, strict=True):
                 most = self.groups.blocks_within(window, max(sequence.limit, table.writable))
                 assert len(table.blocks) - table.freed <= most, f"{sequence} has more blocks than its window needs"

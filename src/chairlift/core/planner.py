@@ -131,11 +131,12 @@ class Planner:
             if self._may_prefill(step, sequence):
                 prompts.append(sequence)
             return False
-        if length > sequence.writable and not self._batch.grow(step, sequence, length):
+        table = sequence.tables[-1]  # no other is writable less far
+        if length > table.writable and not self._batch.grow(step, sequence, length):
             return False
         if self.drafter is None:
             if not sequence.is_search:
-                sequence.decode_until = min(sequence.limit - 1, sequence.writable)
+                sequence.decode_until = min(sequence.limit - 1, table.writable)
         elif self._may_draft(sequence) and (drafts := self.drafter(sequence)):
             drafted.append((sequence, drafts))
             return False
@@ -158,7 +159,7 @@ class Planner:
         self._memory.free_outside_windows(sequence)
         while count and not self._memory.can_grow(sequence, length + count):
             count -= 1
-        if length + count > sequence.writable:
+        if length + count > sequence.tables[-1].writable:
             self._memory.grow(step, sequence, length + count)
         if count:
             step.drafts.append((len(step.samples), drafts[:count]))
@@ -184,7 +185,7 @@ class Planner:
     def _may_prefill(self, step: StepPlan, sequence: Sequence) -> bool:
         """Whether a prompt has blocks for its next chunk; those of groups with a window are allocated now."""
         length = min(sequence.length, sequence.computed + self._limits.step_tokens)
-        return length <= sequence.writable or self._batch.grow(step, sequence, length)
+        return length <= sequence.tables[-1].writable or self._batch.grow(step, sequence, length)
 
     def _admit(self, step: StepPlan, now: float) -> None:
         """Admit waiting groups in order until budget, rows or blocks run out; the first that does not fit ends it."""

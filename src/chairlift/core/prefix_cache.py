@@ -235,16 +235,21 @@ class PrefixCache:
         return [] if node.is_gone else self._uproot(node)
 
     def _uproot(self, node: Node) -> list[int]:
-        blocks = []
+        blocks: list[int] = []
         for each in list(_below(node)):
-            for block in (each.block, *each.others):
-                if block >= 0:
-                    blocks.append(block)
-                    self._forget(each, block)
+            if each.block >= 0:
+                blocks.append(each.block)
+                each.block = -1
+            if each.others:
+                blocks += (block for block in each.others if block >= 0)
+                each.others = _NO_OTHERS
             if each.shelf >= 0:
                 self.shelves[each.shelf].forget(each.slot)
                 self._take_off(each)
             self._cut(each)
+        for block in blocks:
+            self._nodes[block] = None
+            self._pool.forget(block)
         return blocks
 
     def clear(self) -> int:
@@ -289,30 +294,19 @@ class PrefixCache:
         self._nodes[block] = node
         self._pool.keep(block)
 
-    def _forget(self, node: Node, block: int) -> None:
-        """Drop the content of a node's block."""
-        self._unlink(node, block)
-        self._pool.forget(block)
-
-    def _unlink(self, node: Node, block: int) -> None:
-        self._nodes[block] = None
-        if node.block == block:
-            node.block = -1
-        else:
-            node.others[node.others.index(block)] = -1
-
     def _evicted(self, block: int) -> None:
         """Handle the eviction of a block from the device."""
         node = self._nodes[block]
         assert node is not None, "a cached block has a node"
         self.evictions += 1
+        self._nodes[block] = None
         if node.block != block:
-            has_window = self._groups.windows[1 + node.others.index(block)]
-            self._unlink(node, block)
-            if not has_window:
+            group = node.others.index(block)
+            node.others[group] = -1
+            if not self._groups.windows[1 + group]:
                 self._lose(node)
             return
-        self._unlink(node, block)
+        node.block = -1
         if node.shelf >= 0:
             self.shelves[node.shelf].mark_used(node.slot)  # its content is there already
         elif not self._shelve(node, HOST, block):

@@ -201,12 +201,6 @@ class Sequence:
         return self.preemptions >= MAX_PREEMPTIONS and not self.is_search
 
     @property
-    def writable(self) -> int:
-        """Positions below this can be written in every group of layers without another block."""
-        tables = self.tables
-        return tables[0].writable if len(tables) == 1 else min(table.writable for table in tables)
-
-    @property
     def in_flight(self) -> int:
         """How many of its tokens have been planned and are not known yet."""
         return self.length - len(self.tokens)
