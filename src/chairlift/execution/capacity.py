@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,10 +37,10 @@ class Capacity:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that fit; if some layers have a window, in sequences of max_length."""
+        """The number of tokens that fit; if layers have a window, in sequences of max_length after their prefill."""
         if self.groups.is_plain:
             return self.blocks * self.block_size
-        return self.blocks * self.max_length // self.groups.blocks_of(self.max_length)
+        return self.blocks * self.max_length // replace(self.groups, chunk=1).blocks_of(self.max_length)
 
     @property
     def kv_tokens(self) -> int:
