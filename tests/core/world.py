@@ -34,7 +34,8 @@ from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, Outcome, StepPlan
-from chairlift.core.prefix_cache import Node, PrefixCache
+from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_node import Node
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings

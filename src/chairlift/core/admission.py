@@ -5,7 +5,7 @@ from __future__ import annotations
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.errors import RequestError
-from chairlift.core.prefix_cache import Node
+from chairlift.core.prefix_node import Node
 from chairlift.core.prefixes import PrefixBinding
 from chairlift.core.request import Request, Sequence
 from chairlift.core.watermark import Watermark

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chairlift.core.prefix_cache import Node
+from chairlift.core.prefix_node import Node
 from chairlift.core.request import FinishReason, Sequence
 from chairlift.core.step import Newcomer, PromptLogprobs, Step, TokenLogprobs
 

@@ -18,77 +18,19 @@ blocks that are left allow. Such models have no shelves: windows would have to m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from struct import Struct, pack
-from typing import NamedTuple
+from struct import Struct
 
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
+from chairlift.core.prefix_node import LEAF, NO_OTHERS, TOKEN_BYTES, Move, Node, below, common_tokens, packed
 
 HOST, DISK = 0, 1  # shelves
-_INT = 4  # bytes of a packed token
 _LOOKED_AT = 32  # most recent children that are compared for a partial match
-_LEAF: dict[bytes, Node] = {}  # the children of every node without any
-_NO_OTHERS: list[int] = []  # the other blocks of every node, if there is one group
-
-
-class Node:
-    """The tokens of one block, and the block of each group that holds their KV."""
-
-    __slots__ = ("block", "children", "chunk", "others", "parent", "passes", "shelf", "slot")
-
-    def __init__(self, parent: Node | None, chunk: bytes) -> None:
-        self.parent = parent
-        self.chunk = chunk  # the block's tokens, packed; a root's salt
-        self.block = -1  # of the first group on the device, if it is there
-        self.others = _NO_OTHERS  # blocks of the other groups; -1 where a group with a window has none
-        self.shelf = self.slot = -1  # its copy on a shelf, if there is one
-        self.passes = 0  # steps in flight that fill or move it
-        self.children = _LEAF
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether no step in flight fills or moves it."""
-        return not self.passes
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it has been removed from the tree."""
-        return self.block < 0 and self.shelf < 0
-
-
-class Prefix:
-    """One sequence's place in the cache."""
-
-    __slots__ = ("cursor", "is_private", "kept", "key", "path")
-
-    def __init__(self) -> None:
-        self.path: list[Node] = []  # while it waits: the cached blocks found for it
-        self.key = b""  # its packed tokens
-        self.cursor: Node | None = (
-            None  # while it runs: the parent of its next full block; None: its blocks are not inserted
-        )
-        self.kept = 0  # its blocks up to the cursor
-        self.is_private = False  # other sequences inserted the same tokens first: the path's blocks are not its own
-
-    def copy(self) -> Prefix:
-        """Return the place of a fork."""
-        twin = Prefix()
-        twin.cursor, twin.kept, twin.is_private = self.cursor, self.kept, self.is_private
-        return twin
-
-
-class Move(NamedTuple):
-    """A block that moves to a shelf, from the device or from the shelf before."""
-
-    source: int
-    shelf: int
-    slot: int
-    node: Node
 
 
 class PrefixCache:
@@ -110,7 +52,7 @@ class PrefixCache:
         self.is_sound: Callable[[int], bool] = lambda slot: True  # whether a block on disk passes its checksum
         self._pool = pool
         self._cost = cost or Cost()
-        self._width = pool.block_size * _INT
+        self._width = pool.block_size * TOKEN_BYTES
         self._chunks = Struct(f"{self._width}s")
         self.pack = Struct(f"{pool.block_size}i").pack  # the tokens of one block, as its key
         self._roots: dict[bytes, Node] = {}
@@ -159,7 +101,7 @@ class PrefixCache:
         best, blocks = 0, None
         wanted = packed(tokens)
         for child in islice(reversed(node.children.values()), _LOOKED_AT) if node is not None else ():
-            common = _common(child.chunk, wanted)
+            common = common_tokens(child.chunk, wanted)
             if common > best and child.is_ready and child.block >= 0 and min(child.others, default=0) >= 0:
                 best, blocks = common, [child.block, *child.others]
         return blocks, best
@@ -177,7 +119,7 @@ class PrefixCache:
         node = parent.children.get(chunk)
         if node is None:
             node = Node(parent, chunk)
-            if parent.children is _LEAF:
+            if parent.children is LEAF:
                 parent.children = {}
             parent.children[chunk] = node
         elif node.block >= 0:
@@ -236,13 +178,13 @@ class PrefixCache:
 
     def _uproot(self, node: Node) -> list[int]:
         blocks: list[int] = []
-        for each in list(_below(node)):
+        for each in list(below(node)):
             if each.block >= 0:
                 blocks.append(each.block)
                 each.block = -1
             if each.others:
                 blocks += (block for block in each.others if block >= 0)
-                each.others = _NO_OTHERS
+                each.others = NO_OTHERS
             if each.shelf >= 0:
                 self.shelves[each.shelf].forget(each.slot)
                 self._take_off(each)
@@ -255,14 +197,14 @@ class PrefixCache:
     def clear(self) -> int:
         """Remove all nodes; return their number."""
         nodes = [child for root in self._roots.values() for child in root.children.values()]
-        count = sum(1 for node in nodes for _ in _below(node))
+        count = sum(1 for node in nodes for _ in below(node))
         for node in nodes:
             self.remove(node)
         return count
 
     def check(self) -> None:
         """Check that the tree is consistent, and that no block belongs to two nodes."""
-        found = [node for root in self._roots.values() for child in root.children.values() for node in _below(child)]
+        found = [node for root in self._roots.values() for child in root.children.values() for node in below(child)]
         on_device = [node for node in found if node.block >= 0]
         assert all(self._nodes[node.block] is node for node in on_device)
         others = [(node, block) for node in found for block in node.others if block >= 0]
@@ -355,23 +297,3 @@ class PrefixCache:
         del parent.children[node.chunk]
         if parent.parent is None and not parent.children:
             del self._roots[parent.chunk]
-
-
-def packed(tokens: list[int]) -> bytes:
-    """Return tokens as bytes, to compare and look up many at once."""
-    return pack(f"{len(tokens)}i", *tokens)
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Return the number of common first tokens of two packed lists."""
-    most = min(len(a), len(b)) // _INT
-    return next((i for i in range(most) if a[i * _INT : (i + 1) * _INT] != b[i * _INT : (i + 1) * _INT]), most)
-
-
-def _below(node: Node) -> Iterator[Node]:
-    """Iterate over a node and its descendants, children before parents."""
-    stack, order = [node], []
-    while stack:
-        order.append(stack.pop())
-        stack += order[-1].children.values()
-    return reversed(order)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.plan import StepPlan
-from chairlift.core.prefix_cache import HOST, Node, PrefixCache, packed
+from chairlift.core.prefix_cache import HOST, PrefixCache
+from chairlift.core.prefix_node import Node, packed
 from chairlift.core.request import Phase, Sequence
 
 _PART = 4  # copy a block for its first tokens if they are at least one in so many of it

@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from chairlift.core.blocks import BlockTable
 from chairlift.core.constraint import Constraint
 from chairlift.core.params import ALL, SamplingParams
-from chairlift.core.prefix_cache import Prefix
+from chairlift.core.prefix_node import Prefix
 from chairlift.core.step import Processor, Sampling
 
 EVERY = 1 << 30  # alternatives: more than any vocabulary has
