@@ -57,7 +57,8 @@ def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
 def walk(shape: Shape, chosen: SchedulingSettings, seed: int) -> World:
     """Let things happen at random until enough have, then let everything end."""
     random = Random(seed)
-    world = World(shape, chosen, beams=random.random() < 0.3)
+    drafts = Random(seed) if random.random() < 0.3 else None
+    world = World(shape, chosen, beams=random.random() < 0.3, drafts=drafts)
     crowd = random.randint(1, 3 * shape.seats)
     haste, trouble = random.random(), random.choice(TROUBLE)
     eos = random.choice((0, 1, 4))

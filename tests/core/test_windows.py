@@ -6,9 +6,14 @@ import pytest
 from device import FakeExecutor
 from examples import WORD, ask, give, step
 from fakes import VOCAB, ManualClock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_policies import walk, worlds
+from test_properties import QUIET, quiet_engine
+from world import Shape
 
+import chairlift.core.batch as batch_module
+import chairlift.core.request as request_module
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.errors import RequestError, SettingsError
@@ -18,7 +23,11 @@ from chairlift.core.preemption import Swap
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.settings import SchedulingSettings
+from chairlift.core.step import StepResult
 from chairlift.engine.engine import Engine
+
+__all__ = ["quiet_engine"]  # a fixture that all tests here use
 
 SIZE = 4
 
@@ -138,6 +147,19 @@ def test_a_swap_without_room_for_the_whole_window_recomputes() -> None:
     assert (sequence.computed, sequence.saved) == (0, []), "the first blocks are gone: a part is of no use"
 
 
+def test_drafts_in_flight_free_nothing_that_is_needed_if_they_are_rejected() -> None:
+    scheduler = scheduler_of(0, 4)
+    scheduler.planner.drafter = lambda sequence: [WORD + 1] * 4
+    sequence = ask(scheduler, "drafted", prompt=7, max_tokens=50, eos=None)
+    step(scheduler)
+    plan = scheduler.plan(0.0)
+    assert (plan.counts, sequence.computed) == ([5], 12)
+    scheduler.memory.growth([sequence])  # as a policy that preempts for a waiting request counts it
+    scheduler.apply(plan, StepResult([WORD], counts=[1]))
+    assert sequence.computed == 8, "all drafts are rejected"
+    assert sequence.tables[1].freed == 1, "position 8 attends to positions 5 to 8, in blocks 1 and 2"
+
+
 # ---- reserved blocks
 
 
@@ -152,6 +174,30 @@ def test_a_reserved_table_gets_back_what_it_frees_and_needs_no_other_block() -> 
     assert (pool.free, len(set(table.blocks[table.freed :]))) == (0, 3)
     pool.release(table)
     assert pool.free == 3
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_sequences_that_reserve_their_windows_break_no_promise(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the worlds of test_policies, with sequences settled after one preemption: three of one sequence are rare."""
+    monkeypatch.setattr(request_module, "MAX_PREEMPTIONS", 1)
+    monkeypatch.setattr(batch_module, "MAX_PREEMPTIONS", 1)
+    reserved = 0
+    reserve = BlockPool.reserve
+
+    def count(pool: BlockPool, table: BlockTable, blocks: int) -> None:
+        nonlocal reserved
+        reserved += 1
+        reserve(pool, table, blocks)
+
+    monkeypatch.setattr(BlockPool, "reserve", count)
+
+    @settings(QUIET, max_examples=20)
+    @given(made=worlds(policy).filter(lambda made: any(made[0].windows)), seed=st.integers(0, 2**64 - 1))
+    def go(made: tuple[Shape, SchedulingSettings], seed: int) -> None:
+        walk(*made, seed)
+
+    go()
+    assert reserved
 
 
 def test_dropping_a_reserve_keeps_the_blocks_that_have_a_place() -> None:
