@@ -42,7 +42,7 @@ def dry_run(
         tables=np.arange(blocks, dtype=np.int32)[None],
     )
     batch = Batch.on(device, host)
-    batch.others = [batch] * (len(decoder.layout.windows) - 1)  # nobody reads what groups write over each other
+    batch.others = [batch] * (len(decoder.layout.windows) - 1)  # they overwrite each other: no result is used
     if shares:
         no_groups = torch.zeros(1, 5, dtype=torch.int32, device=device)
         batch.shared = SharedPrefixes(no_groups, no_groups[0], no_groups[0], no_groups[0], 0)

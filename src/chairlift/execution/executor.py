@@ -88,14 +88,8 @@ class TorchExecutor:
         self._host = host
         self._device = decoder.device
         grouping = self._group() if shared_reads else None
-        self._rows = Rows(
-            limits.max_sequences,
-            limits.max_length,
-            cache.block_size,
-            self._device,
-            grouping,
-            groups=len(decoder.layout.windows),
-        )
+        groups, size = len(decoder.layout.windows), cache.block_size
+        self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
         self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
