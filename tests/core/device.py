@@ -38,7 +38,7 @@ class Row:
 
     tokens: list[int] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])  # of each group of layers
     index: int = 0
     sampling: Sampling | None = None
     owner: Sequence | None = None
@@ -64,9 +64,17 @@ class FakeExecutor:
     """
 
     def __init__(
-        self, seats: int, blocks: int, block_size: int, max_length: int, host_blocks: int = 0, disk_blocks: int = 0
+        self,
+        seats: int,
+        blocks: int,
+        block_size: int,
+        max_length: int,
+        host_blocks: int = 0,
+        disk_blocks: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
         self.block_size = block_size
+        self.windows = windows  # of each group of layers; 0: it reads the whole context
         self.max_length = max_length
         self.rows = [Row() for _ in range(seats)]
         self.cache = [GARBAGE] * (blocks * block_size)  # one mark a slot
@@ -178,16 +186,20 @@ class FakeExecutor:
         for sequence, newcomer in zip(plan.placed, step.newcomers, strict=True):
             row = self.rows[newcomer.row]
             row.tokens, row.marks = list(newcomer.tokens), marks_of(newcomer.tokens, sequence.request.salt)
-            row.blocks = list(newcomer.blocks)
+            row.tables = [list(blocks) for blocks in newcomer.tables]
             row.sampling, row.index = newcomer.sampling, newcomer.index
             is_moved = row.owner is sequence and sequence.is_search  # it goes on in blocks that it has, or shares
             row.owner = sequence
             if not is_moved and (sequence in starts or sequence not in plan.samples):  # siblings share what they have
-                self._spoil(row.blocks[starts.get(sequence, sequence.computed) // self.block_size :])
+                for blocks in row.tables:
+                    self._spoil(blocks[starts.get(sequence, sequence.computed) // self.block_size :])
         for target, marks in returning.items():
             self._write_block(target, marks)
-        for number, place, block in zip(step.table_rows, step.table_places, step.table_blocks, strict=True):
-            blocks = self.rows[number].blocks
+        groups = step.table_groups or [0] * len(step.table_rows)
+        for number, place, block, group in zip(
+            step.table_rows, step.table_places, step.table_blocks, groups, strict=True
+        ):
+            blocks = self.rows[number].tables[group]
             if place > len(blocks):
                 complain(f"row {number} has {len(blocks)} blocks, and its block number {place} changed")
             blocks[place : place + 1] = [block]
@@ -207,37 +219,40 @@ class FakeExecutor:
             row, end = self.rows[number], start + count
             if count < 1 or end > min(len(row.tokens), self.max_length - 1):
                 complain(f"{row.owner} has a slice {start}:{end}, but the device knows {len(row.tokens)} tokens of it")
-            if end > len(row.blocks) * size:
-                complain(f"{row.owner} has a slice {start}:{end} and {len(row.blocks)} blocks of {size}")
-            for position in range(start, end):
-                slot = row.blocks[position // size] * size + position % size
-                cache[slot] = row.marks[position]
-                slots.append(slot)
+            if end > min(map(len, row.tables)) * size:
+                complain(f"{row.owner} has a slice {start}:{end} and blocks of {size}: {row.tables}")
+            for group, blocks in enumerate(row.tables):
+                for position in range(start, end):
+                    slot = blocks[position // size] * size + position % size
+                    cache[slot] = mark_in(row.marks[position], group)
+                    slots.append(slot)
             flat += row.marks[start:end]
         if len(set(slots)) != len(slots):
             complain("two slices write the same slot of a block")
-        if len(slots) != step.tokens:
-            complain(f"the step says {step.tokens} tokens, its slices hold {len(slots)}")
+        if len(flat) != step.tokens:
+            complain(f"the step says {step.tokens} tokens, its slices hold {len(flat)}")
         return flat
 
     def _verify_contexts(self, plan: StepPlan) -> dict[Sequence, str]:
-        """After all have written, each slice must find every token before its end: a wrong shared write shows here.
+        """After all have written, each slice must find every token that it attends to: a wrong shared write shows here.
 
         A slice that does not writes garbage itself: returned are the sequences of such slices, with what is wrong.
         """
-        size = self.block_size
         damaged: dict[Sequence, str] = {}
         for sequence, start, count in plan.slices:
             row, end = self.rows[sequence.row], start + count
-            context: list[int] = []
-            for block in row.blocks[: -(-end // size)]:
-                context += self.read_block(block)
-            if context[:end] != row.marks[:end]:
-                wrong = [at for at, (is_, must) in enumerate(zip(context, row.marks, strict=False)) if is_ != must]
-                damaged[sequence] = (
-                    f"{sequence} reads 0:{end}, but the cache holds something else at {wrong} of {row.blocks}"
-                )
-                self._spoil_slots(row.blocks, start, end)
+            for group, (blocks, window) in enumerate(zip(row.tables, self.windows, strict=True)):
+                first = max(0, start - window + 1) if window else 0
+                must = [mark_in(mark, group) for mark in row.marks[first:end]]
+                wrong = [at for at, mark in enumerate(must, first) if self._read_slot(blocks, at) != mark]
+                if wrong:
+                    damaged[sequence] = (
+                        f"{sequence} reads {first}:{end} of group {group}, "
+                        f"but the cache holds something else at {wrong} of {blocks}"
+                    )
+            if sequence in damaged:
+                for blocks in row.tables:
+                    self._spoil_slots(blocks, start, end)
         return damaged
 
     def _sample(
@@ -302,7 +317,8 @@ class FakeExecutor:
             for _, target in pairs:
                 shelf[target] = [GARBAGE] * self.block_size
         for sequence, start, count in plan.slices:
-            self._spoil_slots(sequence.table.blocks, start, start + count)
+            for table in sequence.tables:
+                self._spoil_slots(table.blocks, start, start + count)
 
     def _spoil_slots(self, blocks: list[int], start: int, end: int) -> None:
         for position in range(start, end):
@@ -312,12 +328,20 @@ class FakeExecutor:
         for block in blocks:
             self._write_block(block, [GARBAGE] * self.block_size)
 
+    def _read_slot(self, blocks: list[int], position: int) -> int:
+        return self.cache[blocks[position // self.block_size] * self.block_size + position % self.block_size]
+
     def read_block(self, block: int) -> list[int]:
         """What a block of the device holds, slot by slot."""
         return self.cache[block * self.block_size : (block + 1) * self.block_size]
 
     def _write_block(self, block: int, marks: list[int]) -> None:
         self.cache[block * self.block_size : (block + 1) * self.block_size] = marks
+
+
+def mark_in(mark: int, group: int) -> int:
+    """What a group of layers stores for a mark: it tells the groups from one another."""
+    return mark if mark < 0 else mark ^ group << 48
 
 
 def complain(what: str) -> NoReturn:

@@ -379,7 +379,7 @@ def test_one_that_has_yielded_three_times_yields_no_more() -> None:
             step(scheduler)
     (low,) = [sequence for sequence in scheduler.running if sequence.request.id == "low"]
     assert low.preemptions == 3
-    assert len(low.table.blocks) == 11  # all it can ever need
+    assert len(low.tables[0].blocks) == 11  # all it can ever need
 
 
 def test_auto_swaps_what_is_dear_to_compute_and_computes_what_is_dear_to_move() -> None:

@@ -61,7 +61,7 @@ def test_blocks_seat_and_row_are_free_as_soon_as_a_sequence_ends() -> None:
     sequence = ask(scheduler, "a", prompt=9)
     assert step(scheduler, END).samples == [sequence]
     assert holds_nothing(scheduler)
-    assert (sequence.phase, sequence.row, sequence.table.blocks) == (Phase.DONE, -1, [])
+    assert (sequence.phase, sequence.row, sequence.tables[0].blocks) == (Phase.DONE, -1, [])
 
 
 def test_the_very_next_step_seats_who_waited_for_the_one_that_ended() -> None:

@@ -13,7 +13,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     assert [(sequence.request.id, sequence.index) for sequence in plan.samples] == [("a", 0), ("a", 1), ("a", 2)]
     assert plan.sampled_at == [5, 5, 5]
     assert len({sequence.row for sequence in plan.samples}) == 3
-    assert [sequence.table.blocks for sequence in plan.samples] == [first.table.blocks] * 3
+    assert [sequence.tables[0].blocks for sequence in plan.samples] == [first.tables[0].blocks] * 3
     assert scheduler.pool.owned == 2
 
 
@@ -21,9 +21,9 @@ def test_forks_share_full_blocks_and_copy_the_one_they_write() -> None:
     scheduler = scheduler_of(block_size=4)
     ask(scheduler, "a", prompt=6, n=3)
     step(scheduler)
-    full, tail = scheduler.running[0].table.blocks
+    full, tail = scheduler.running[0].tables[0].blocks
     plan = step(scheduler)
-    tables = [sequence.table.blocks for sequence in scheduler.running]
+    tables = [sequence.tables[0].blocks for sequence in scheduler.running]
     assert [table[0] for table in tables] == [full] * 3
     assert len({table[1] for table in tables}) == 3
     assert plan.copies == [(tail, tables[0][1]), (tail, tables[1][1])]

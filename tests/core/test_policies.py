@@ -16,6 +16,7 @@ from test_properties import QUIET, SIZES, TROUBLE, cause_trouble, quiet_engine, 
 from world import Shape, World
 
 from chairlift.core.batching import GATES
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.preemption import PREEMPTIONS
@@ -36,7 +37,9 @@ def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
     shape = draw(shapes())
     prefill = draw(st.sampled_from(tuple(PREFILL_MODES)))
     if prefill == "whole":
-        shape = replace(shape, step_tokens=shape.max_length + shape.seats)
+        step_tokens = shape.max_length + shape.seats
+        blocks = CacheGroups(shape.windows, shape.block_size, step_tokens).blocks_of(shape.max_length)
+        shape = replace(shape, step_tokens=step_tokens, blocks=max(shape.blocks, blocks))
     host = draw(st.integers(0, shape.blocks))
     shape = replace(shape, host_blocks=host, disk_blocks=draw(st.sampled_from((0, 9))) if host else 0)
     return shape, SchedulingSettings(
@@ -54,7 +57,8 @@ def worlds(draw: st.DrawFn, policy: str) -> tuple[Shape, SchedulingSettings]:
 def walk(shape: Shape, chosen: SchedulingSettings, seed: int) -> World:
     """Let things happen at random until enough have, then let everything end."""
     random = Random(seed)
-    world = World(shape, chosen, beams=random.random() < 0.3)
+    drafts = Random(seed) if random.random() < 0.3 else None
+    world = World(shape, chosen, beams=random.random() < 0.3, drafts=drafts)
     crowd = random.randint(1, 3 * shape.seats)
     haste, trouble = random.random(), random.choice(TROUBLE)
     eos = random.choice((0, 1, 4))

@@ -17,7 +17,8 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.policies import POLICIES
 from chairlift.core.policy import Knowledge
 from chairlift.core.predictor import PREDICTORS
-from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_node import Node, packed
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.step import StepResult

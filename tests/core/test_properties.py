@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from world import Shape, World
 
+from chairlift.core.cache_groups import CacheGroups
+
 EVENTS_A_WALK = 600
 SIZES = pytest.mark.parametrize("size", [1, pytest.param(16, marks=pytest.mark.long)], ids=["some", "many"])
 WALKS = 54  # of each size and mode: 2 x 16 x 54 x 600 > 1,000,000
@@ -37,22 +39,38 @@ def quiet_engine() -> Iterator[None]:
     log.disabled = False
 
 
+def windows(draw: st.DrawFn) -> tuple[int, ...]:
+    """Groups of layers: mostly one without a window, or such groups and some with a window, or one with a window."""
+    window = st.integers(1, 12)
+    match draw(st.integers(0, 5)):
+        case 0:
+            return (0, draw(window))
+        case 1:
+            return (0, draw(window), draw(window))
+        case 2:
+            return draw(st.sampled_from(((0, 0, draw(window)), (draw(window),))))
+    return (0,)
+
+
 @st.composite
 def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
     """Worlds so small that memory, seats and budget are always short."""
     seats = draw(st.integers(1, 7))
     block_size = draw(st.integers(1, 5))
     max_length = draw(st.integers(2, 28))
+    step_tokens = seats + draw(st.integers(0, 9))
+    groups = CacheGroups(windows(draw), block_size, step_tokens)
     return Shape(
         seats=seats,
-        step_tokens=seats + draw(st.integers(0, 9)),
+        step_tokens=step_tokens,
         block_size=block_size,
-        blocks=-(-max_length // block_size) + draw(st.integers(0, 2 * seats)),
+        blocks=groups.blocks_of(max_length) + draw(st.integers(0, 2 * seats)),
         max_length=max_length,
         overlap=draw(st.booleans()) if overlap is None else overlap,
-        caches=draw(st.booleans()),
+        caches=draw(st.booleans()) and not groups.windows[0],
         host_blocks=(host := draw(st.sampled_from((0, 3, 30)))),
         disk_blocks=draw(st.sampled_from((0, 3, 30))) if host else 0,
+        windows=groups.windows,
     )
 
 

@@ -75,5 +75,5 @@ def test_a_step_smaller_than_the_batch_is_refused() -> None:
 
 
 def test_a_cache_that_cannot_hold_one_full_sequence_is_refused() -> None:
-    with pytest.raises(SettingsError, match="holds 12 tokens, less than one sequence of max_length 13"):
+    with pytest.raises(SettingsError, match="has 3 blocks, and one sequence of max_length 13 tokens needs 4"):
         Scheduler(Limits(1, 1, 13, 10), BlockPool(3, 4))

@@ -81,7 +81,7 @@ def test_a_prompt_under_way_holds_all_its_blocks_from_the_start() -> None:
     scheduler = scheduler_of(step_tokens=4, block_size=4)
     sequence = ask(scheduler, "a", prompt=10)
     step(scheduler)
-    assert len(sequence.table.blocks) == 3
+    assert len(sequence.tables[0].blocks) == 3
 
 
 def test_blocks_come_one_at_a_time_as_an_answer_grows() -> None:
@@ -90,7 +90,7 @@ def test_blocks_come_one_at_a_time_as_an_answer_grows() -> None:
     grown = []
     for _ in range(7):
         plan = step(scheduler)
-        grown.append((sequence.computed, len(sequence.table.blocks), plan.table_rows == [sequence.row]))
+        grown.append((sequence.computed, len(sequence.tables[0].blocks), plan.table_rows == [sequence.row]))
     assert grown == [
         (3, 1, False),
         (4, 1, False),
@@ -192,7 +192,7 @@ def test_the_youngest_yields_its_blocks_to_the_oldest_and_keeps_its_place_in_the
     assert shape_of(plan) == [("old", 12, 1)]
     assert young.phase is Phase.WAITING
     assert young.computed == 0
-    assert young.table.blocks == []
+    assert young.tables[0].blocks == []
     assert young.output == [WORD] * 5  # the answer so far is kept
     assert scheduler.counters.preemptions == 1
     assert scheduler.waiting.peek() is young, "it was here before the last"

@@ -23,17 +23,19 @@ from random import Random
 from struct import unpack
 from typing import Any
 
-from device import FakeExecutor
+from device import FakeExecutor, mark_in
 from fakes import VOCAB, ManualClock, answer_to, beams_to, marks_of
 
 from chairlift.core.assemble import parts
 from chairlift.core.blocks import BlockPool
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
 from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, Outcome, StepPlan
-from chairlift.core.prefix_cache import Node, PrefixCache
+from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_node import Node
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
@@ -54,6 +56,7 @@ class Shape:
     host_blocks: int = 0
     caches: bool = False
     disk_blocks: int = 0
+    windows: tuple[int, ...] = (0,)  # of each group of layers
 
     def turns(self, prompt: int, limit: int) -> int:
         """D: how many plans a sequence can be the oldest for."""
@@ -141,10 +144,10 @@ class WatchedScheduler(Scheduler):
 
     def fail(self, step: StepPlan, error: str) -> list[Event]:
         failing = live_requests_of(step)
-        lost = {node.block for node in step.fresh}
+        lost = {block for node in step.fresh for block in (node.block, *node.others)}
         plans, unsaved = self.memory.prefixes.in_flight, {slot for _, slot in step.saved}
         lost |= {at for later in plans[plans.index(step) + 1 :] for slot, at in later.restored if slot in unsaved}
-        failing |= {each.request.id for each in self.running if not lost.isdisjoint(each.table.blocks)}
+        failing |= {each.request.id for each in self.running if not lost.isdisjoint(blocks_of(each))}
         running = [sequence for sequence in self.running if sequence.request.id not in failing]
         events = super().fail(step, error)
         self.check()
@@ -184,13 +187,22 @@ class World:
         pool = BlockPool(shape.blocks, shape.block_size)
         chosen = settings or SchedulingSettings()
         disk = BlockPool(shape.disk_blocks, shape.block_size)
-        cache = PrefixCache(pool, (host, disk), Cost()) if shape.caches else None
-        self.scheduler = WatchedScheduler(limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache)
+        groups = CacheGroups(shape.windows, shape.block_size, shape.step_tokens)
+        cache = PrefixCache(pool, (host, disk), Cost(), groups) if shape.caches else None
+        self.scheduler = WatchedScheduler(
+            limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache, windows=shape.windows
+        )
         self.scheduler.is_fcfs = settings is None and not beams and drafts is None
         self.scheduler.planner.drafter = None if drafts is None else self._draft
         self.searches = 0  # requests for beams that were let in
         self.executor = FakeExecutor(
-            shape.seats, shape.blocks, shape.block_size, shape.max_length, shape.host_blocks, shape.disk_blocks
+            shape.seats,
+            shape.blocks,
+            shape.block_size,
+            shape.max_length,
+            shape.host_blocks,
+            shape.disk_blocks,
+            shape.windows,
         )
         self.clock = ManualClock()
         self.engine = Engine(self.scheduler, self.executor, self.clock, overlap=shape.overlap)
@@ -242,7 +254,7 @@ class World:
         is_possible = 0 < len(prompt) < shape.max_length and n <= shape.seats
         limit = shape.max_length if max_tokens is None else min(shape.max_length, len(prompt) + max_tokens)
         if params.use_beam_search:
-            is_possible = is_possible and n * self.scheduler.pool.blocks_for(limit) <= shape.blocks
+            is_possible = is_possible and n * self.scheduler.memory.groups.blocks_of(limit) <= shape.blocks
         try:
             self.engine.submit(request)
         except RequestError:
@@ -279,7 +291,7 @@ class World:
             return
         self._read(self.engine.stop(sequence))
         assert record.ended[key[1]] is FinishReason.STOP
-        assert not sequence.table.blocks
+        assert not blocks_of(sequence)
 
     def break_next(self, at_submit: bool, at_choose: bool = False) -> None:
         """Let the executor fail in the next pass that it starts, that it is sent masks for, or that it collects."""
@@ -315,14 +327,25 @@ class World:
             if may_be_wrong and not node.is_ready:
                 continue
             marks = marks_of(tokens, salt)[-device.block_size :]
-            if node.block >= 0:
-                assert device.read_block(node.block) == marks, f"block {node.block} does not hold {tokens} of {salt!r}"
+            for group, block in enumerate((node.block, *node.others)):
+                own = [mark_in(mark, group) for mark in marks]
+                assert block < 0 or device.read_block(block) == own, f"block {block} does not hold {tokens} of {salt!r}"
             if node.shelf >= 0:
                 held = (device.host, device.disk)[node.shelf][node.slot]
                 assert held == marks, f"slot {node.slot} of shelf {node.shelf} does not hold {tokens} of {salt!r}"
         for sequence in () if may_be_wrong else self.scheduler.waiting:
-            kept = [mark for slot in sequence.saved.blocks for mark in device.host[slot]][: sequence.computed]
-            assert kept == marks_of(sequence.tokens[: sequence.computed], sequence.request.salt), f"{sequence} lost KV"
+            self._verify_saved(sequence)
+
+    def _verify_saved(self, sequence: Sequence) -> None:
+        """What is swapped out is all that the next token of a sequence attends to."""
+        size, computed = self.shape.block_size, sequence.computed
+        marks = marks_of(sequence.tokens[:computed], sequence.request.salt)
+        assert sequence.saved or not computed
+        for group, (saved, window) in enumerate(zip(sequence.saved, self.shape.windows, strict=False)):
+            for at in range(max(0, computed - window + 1) if window else 0, computed):
+                assert at // size >= saved.freed, f"{sequence} lost KV"
+                held = self.executor.host[saved.blocks[at // size]][at % size]
+                assert held == mark_in(marks[at], group), f"{sequence} lost KV"
 
     def _watch_progress(self) -> None:
         """Requests that are here and neither wait for a batch to fill nor for a pass in flight must be computed.
@@ -415,6 +438,11 @@ def nodes_of(cache: PrefixCache | None) -> Iterator[tuple[str, list[int], Node]]
             tokens = before + list(unpack(f"{len(child.chunk) // 4}i", child.chunk))
             stack.append((salt, tokens, child))
             yield salt, tokens, child
+
+
+def blocks_of(sequence: Sequence) -> set[int]:
+    """The blocks that a sequence holds in all groups."""
+    return {block for table in sequence.tables for block in table.blocks[table.freed :]}
 
 
 def live_requests_of(step: StepPlan) -> set[str]:

@@ -16,6 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU, kernels are compiled and not interpreted", allow_module_level=True)
 
 from chairlift.core.settings import Settings
+from chairlift.core.step import Step
 from chairlift.execution.build import load_model
 from chairlift.execution.graphs import Captured, Capturer, DecodeGraphs, Inputs
 from chairlift.execution.mixed_graphs import MixedGraphs
@@ -24,7 +25,6 @@ from chairlift.execution.sharing import Grouping
 from chairlift.models import blocks as blocks_module
 from chairlift.ops import attention_cuda, decode_cuda
 from chairlift.ops.batch import count_decodes
-from chairlift.ops.kv_cache import KvCache
 from tiny import make_tiny_model
 
 MAX_ROWS, BLOCKS, BLOCK_SIZE = 12, 24, 16
@@ -59,21 +59,36 @@ def make_flat(pieces: list[tuple[int, int]], rows: list[int]) -> Flat:
 
 @pytest.fixture
 def graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
+    return make_graphs(make_tiny_model(tmp_path, tokenizer=False), monkeypatch)
+
+
+@pytest.fixture
+def windowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
+    """The captured steps of a model with two groups of layers, of which the first layers' has a window."""
+    config = {"sliding_window": 24, "query_pre_attn_scalar": 20, "num_hidden_layers": 4}
+    made = make_graphs(make_tiny_model(tmp_path, "Gemma2ForCausalLM", tokenizer=False, **config), monkeypatch)
+    assert made._capturer.decoder.layout.groups == [1, 0, 1, 0]
+    return made
+
+
+def make_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
+    """Build the captured steps over a cache of random contents, with random block tables in each group of layers."""
     monkeypatch.setattr(decode_cuda, "_FILLS_OF_FEW", 8)
     monkeypatch.setattr(decode_cuda, "_COUNTED", 16)
-    folder = make_tiny_model(tmp_path, tokenizer=False)
     decoder = load_model(str(folder), Settings.of(dtype="float16", device="cpu"), progress=False).decoder
-    config = decoder.config
+    config, groups = decoder.config, len(decoder.layout.windows)
     grouping = Grouping(BLOCK_SIZE, config.kv_heads, decode_cuda.members_of_item(config.heads, config.kv_heads))
-    rows = Rows(MAX_ROWS, BLOCKS * BLOCK_SIZE, BLOCK_SIZE, decoder.device, grouping)
-    rows.keep_tables_on_device(MAX_ROWS * BLOCKS)
-    count = MAX_ROWS * BLOCKS + 1
-    cache = KvCache(config.layers, count, config.kv_heads, config.head_dim, BLOCK_SIZE, config.dtype, decoder.device)
+    rows = Rows(
+        MAX_ROWS, BLOCKS * BLOCK_SIZE, BLOCK_SIZE, decoder.device, grouping if groups == 1 else None, groups=groups
+    )
+    count = groups * MAX_ROWS * BLOCKS
+    rows.keep_tables_on_device(count)
+    cache = decoder.make_cache(count + 1, BLOCK_SIZE)
     generator = torch.Generator().manual_seed(0)
     cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
     rows.tokens[:MAX_ROWS].copy_(torch.randint(0, config.vocab_size, rows.tokens[:MAX_ROWS].shape, generator=generator))
-    rows._tables[:] = np.random.default_rng(0).permutation(MAX_ROWS * BLOCKS).reshape(MAX_ROWS, BLOCKS)
-    rows.device_tables[:MAX_ROWS] = torch.from_numpy(rows._tables)
+    rows._tables[:] = np.random.default_rng(0).permutation(count).reshape(groups, MAX_ROWS, BLOCKS)
+    rows.device_tables[:, :MAX_ROWS] = torch.from_numpy(rows._tables)
     return MixedGraphs(Uncaptured(decoder, cache, rows, MAX_ROWS), 128)
 
 
@@ -109,7 +124,7 @@ def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.Monk
     found, tokens = graphs.run(size, flat, shared, wanted, rows, positions)
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
     assert torch.equal(tokens, found.argmax(-1)) and torch.equal(capturer.rows.tokens[rows, 200].long(), tokens)
-    spare = MAX_ROWS * BLOCKS  # the scratch block, which padding may write to
+    spare = capturer.rows.scratch_block  # padding may write to it
     assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     return size
 
@@ -123,13 +138,40 @@ def test_a_padded_step_matches_a_plain_one(
     assert check(graphs, flat, None, monkeypatch) >= flat.positions.size
 
 
+@pytest.mark.parametrize(("pieces", "rows"), list(CASES.values())[:3], ids=list(CASES)[:3])
+@torch.inference_mode()
+def test_each_layer_of_a_padded_step_reads_the_tables_of_its_group(
+    windowed: MixedGraphs, pieces: list[tuple[int, int]], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(windowed, make_flat(pieces, rows), None, monkeypatch)
+
+
+@torch.inference_mode()
+def test_a_decode_step_applies_changes_in_each_group(windowed: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturer = windowed._capturer
+    rows, decodes = capturer.rows, DecodeGraphs(capturer)
+    who, positions = np.array([3, 7, 0]), np.array([40, 9, 100])
+    new = rows._tables[:, 11, 0].copy()  # now unused
+    changes = Step(table_rows=[3, 3], table_places=[2, 2], table_blocks=new.tolist(), table_groups=[0, 1])
+    rows.update(changes)
+    logits, stored = expect(windowed, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(3))
+    monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
+    found, tokens = decodes.run(who, positions, None, True)
+    assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
+    assert tokens is not None and torch.equal(rows.tokens[who, positions + 1].long(), tokens)
+    assert rows.device_tables[:, 3, 2].tolist() == new.tolist() and not rows._places
+    spare = rows.scratch_block
+    assert (rows.device_tables[:, MAX_ROWS] == spare).all(), "the scratch row has only the scratch block"
+    assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
+
+
 @torch.inference_mode()
 def test_decodes_with_a_shared_prefix_are_grouped_beside_a_prompt(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = graphs._capturer.rows
-    rows._tables[:6, :17] = rows._tables[0, :17]
-    rows.device_tables[:6] = torch.from_numpy(rows._tables[:6])
+    rows._tables[0, :6, :17] = rows._tables[0, 0, :17]
+    rows.device_tables[:, :6] = torch.from_numpy(rows._tables[:, :6])
     flat = make_flat([(17 * 16 + 5 * i, 1) for i in range(6)] + [(0, 9)], [0, 1, 2, 3, 4, 5, 8])
     shared = rows.find_shared(flat.rows[:6], flat.contexts[:6])
     assert shared is not None and (shared.prefixes == 17 * 16).all()
@@ -143,8 +185,8 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
     capturer = graphs._capturer
     rows, decodes = capturer.rows, DecodeGraphs(capturer)
     who, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
-    other = int(rows._tables[11, 0])  # now unused
-    rows._tables[3, 2] = other
+    other = int(rows._tables[0, 11, 0])  # now unused
+    rows._tables[0, 3, 2] = other
     rows._places, rows._changed = [3 * BLOCKS + 2], [other]
     logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(5))
     monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
@@ -152,8 +194,8 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
     assert tokens is not None and torch.equal(tokens, found.argmax(-1))
     assert torch.equal(rows.tokens[who, positions + 1].long(), tokens)
-    assert rows.device_tables[3, 2] == other and not rows._places
-    assert (rows.device_tables[MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
+    assert rows.device_tables[0, 3, 2] == other and not rows._places
+    assert (rows.device_tables[:, MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
     spare = MAX_ROWS * BLOCKS
     assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
     again, nothing = decodes.run(who, positions, None, False)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from chairlift.core.blocks import BlockPool
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.errors import RequestError
-from chairlift.core.prefix_cache import Node
+from chairlift.core.prefix_node import Node
 from chairlift.core.prefixes import PrefixBinding
 from chairlift.core.request import Request, Sequence
 from chairlift.core.watermark import Watermark
-
-# A sequence that was preempted so often reserves all the memory it can need when it is resumed, and is not preempted
-# again.
-MAX_PREEMPTIONS = 3
 
 
 class Admission:
     """Answers whether a group fits. Groups are looked up in the prefix cache, unless a lookup's path is given."""
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixBinding) -> None:
+    def __init__(self, pool: BlockPool, prefixes: PrefixBinding, groups: CacheGroups) -> None:
         self.watermark = Watermark(pool.total)
         self._pool = pool
+        self._groups = groups
         self._prefixes = prefixes
 
     def check_beams(self, request: Request, limit: int) -> None:
         """Refuse a beam search whose beams could not all be in memory at once: they run together or not at all."""
-        most = request.params.width * self._pool.blocks_for(limit)
+        most = request.params.width * self._groups.blocks_of(limit)
         if request.params.use_beam_search and most > self._pool.total:
             raise RequestError(
                 f"{request.params.width} beams of up to {limit} tokens may take {most} KV blocks and there are "
@@ -43,7 +41,12 @@ class Admission:
         shared = len(path)
         while shared and not ((block := path[shared - 1].block) >= 0 and self._pool.is_held(block)):
             shared -= 1  # no running sequence holds this block, so it is one of those available
-        return self._pool.blocks_for(self.reserved_length(sequence)) - shared
+        length, groups = self.reserved_length(sequence), self._groups
+        if groups.is_plain:
+            return self._pool.blocks_for(length) - shared
+        start = max(sequence.computed, len(path) * groups.block_size)
+        # Shared blocks of a group with a window count, too: the sequence passes them soon, and others may keep them.
+        return sum(groups.blocks_within(window, length, start) - (0 if window else shared) for window in groups.windows)
 
     def has_room(self, sequence: Sequence, is_alone: bool, path: list[Node] | None = None) -> bool:
         """Whether a waiting group fits, with the watermark to spare unless nothing runs."""
@@ -55,16 +58,9 @@ class Admission:
         path = self._prefixes.find(sequence) if path is None else path
         return max(sequence.computed, len(path) * self._pool.block_size)
 
-    def is_settled(self, sequence: Sequence) -> bool:
-        """Whether a sequence has been preempted so often that it has all its memory and is not preempted again.
-
-        Beams never have: they fork at every token, so none of them can own the blocks that it will need.
-        """
-        return sequence.preemptions >= MAX_PREEMPTIONS and not sequence.is_search
-
     def reserved_length(self, sequence: Sequence) -> int:
         """Return the tokens that a sequence gets blocks for when it is admitted: those it has, or all if it is settled.
 
         Not before it forks: siblings share its blocks, and must not share one that is yet to be written.
         """
-        return sequence.limit if self.is_settled(sequence) and sequence.is_forked else len(sequence.tokens)
+        return sequence.limit if sequence.is_settled and sequence.is_forked else len(sequence.tokens)

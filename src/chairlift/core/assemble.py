@@ -26,10 +26,10 @@ def assemble_scheduler(
     host: BlockPool,
     cost: Cost,
     prefix_cache: PrefixCache | None = None,
-    window: int = 0,
+    windows: tuple[int, ...] = (0,),
 ) -> Scheduler:
     """Build the scheduler that the settings describe, over these blocks on the device and in host memory."""
-    return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache, window=window)
+    return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache, windows=windows)
 
 
 def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: Cost) -> dict[str, Any]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from chairlift.core.admission import MAX_PREEMPTIONS
 from chairlift.core.counters import Counters
 from chairlift.core.memory import Memory
 from chairlift.core.plan import StepPlan
 from chairlift.core.policy import Policy
 from chairlift.core.queue import WaitingQueue
-from chairlift.core.request import Group, Phase, Sequence
+from chairlift.core.request import MAX_PREEMPTIONS, Group, Phase, Sequence
 
 _by_rank = attrgetter("rank")
 
@@ -79,7 +78,7 @@ class RunningBatch:
         ]
         victims: list[Sequence] = []
         # The other sequences need their next block, or one of them would be preempted in this very plan.
-        growth = sum(map(memory.growth, self.running))
+        growth = memory.growth(self.running)
         rows, blocks = self.free_rows, memory.pool.available - self._admission.needs(newcomer) - growth
         while rows < newcomer.group.rows or blocks < 0:
             victim = self._policy.victim_for(newcomer, candidates)
@@ -89,22 +88,22 @@ class RunningBatch:
             for each in _members(victim):
                 candidates.remove(each)
                 rows += each.group.reserved or 1
-                blocks += len(each.table.blocks) + memory.growth(each)
+                blocks += memory.held(each) + memory.growth([each])
         if not victims and self._policy.victim_for(newcomer, candidates) is None:
             return False  # it fits but for the watermark, and no running sequence may be put at risk for it
         for victim in victims:
             self._preempt(step, victim)
         # Blocks that a victim shared are still held.
-        return self._admission.needs(newcomer) + sum(map(memory.growth, self.running)) <= memory.pool.available
+        return self._admission.needs(newcomer) + memory.growth(self.running) <= memory.pool.available
 
     def grow(self, step: StepPlan, sequence: Sequence, length: int) -> bool:
-        """Let a sequence write up to `length`, its next token; this may preempt it or those behind it.
+        """Let a sequence write up to `length`, the end of its next slice; this may preempt it or those behind it.
 
         False if the sequence itself was preempted.
         """
-        self._memory.free_outside_window(sequence)
         if self._memory.append(step, sequence):
             return True
+        self._memory.free_outside_windows(sequence)
         while not self._memory.can_grow(sequence, length):
             # Sequences before it already have a slice in this step, which is never taken back.
             behind = self.running[self.running.index(sequence) :]
@@ -124,7 +123,7 @@ class RunningBatch:
             return True  # found for its first beam: nothing is planned between one beam and the next
         # Beams before it have their slice of this step already, and with it the block for their token.
         together = [each for each in group.members if not each.in_flight]
-        while sum(map(self._memory.growth, together)) > self._memory.pool.available:
+        while self._memory.growth(together) > self._memory.pool.available:
             behind = self.running[self.running.index(together[-1]) + 1 :]
             others = [each for each in behind if self._may_preempt(step, each)]
             self._preempt(step, self._policy.victim(others) if others else sequence)
@@ -135,7 +134,7 @@ class RunningBatch:
 
     def _may_preempt(self, step: StepPlan, sequence: Sequence) -> bool:
         """Excludes sequences with reserved memory and sequences that this plan admits or resumes."""
-        return not self._admission.is_settled(sequence) and not (step.placed and sequence in step.placed)
+        return not sequence.is_settled and not (step.placed and sequence in step.placed)
 
     def _preempt(self, step: StepPlan, victim: Sequence) -> None:
         """Preempt the whole group of a sequence; it waits again with the rank it had."""

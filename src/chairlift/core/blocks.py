@@ -1,7 +1,8 @@
 """BlockPool and BlockTable: the KV cache's physical blocks, with reference counts and copy-on-write.
 
-A block holds the keys and values of `block_size` consecutive tokens. A table is one sequence's blocks in order. Forks
-of one prompt hold the same blocks, and a write to a block that several tables hold first copies it.
+A block holds the keys and values of `block_size` consecutive tokens, in the layers of one group (cache_groups.py). A
+table is one sequence's blocks in order. Forks of one prompt hold the same blocks, and a write to a block that several
+tables hold first copies it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from collections.abc import Callable, Iterable
 
 
 class BlockTable:
-    """The blocks of one sequence, in the order of its tokens."""
+    """The blocks of one sequence in one group of layers, in the order of its tokens."""
 
-    __slots__ = ("blocks", "freed", "writable")
+    __slots__ = ("blocks", "freed", "spare", "writable")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         # Positions below this may be written without a call of the pool: their block exists and, from the first
         # position not yet written on, is held by this table alone.
         self.writable = 0
-        self.freed = 0  # blocks at its front that were freed: they are outside the model's attention window
+        self.freed = 0  # entries at its front whose blocks were freed: they are outside the group's attention window
+        self.spare: list[int] | None = None  # reserved blocks without a place; freed ones return here (see reserve)
 
 
 class BlockPool:
@@ -67,7 +69,8 @@ class BlockPool:
         """Return the number of blocks to allocate so that `table` can be written up to `length` tokens."""
         if length <= table.writable:
             return 0
-        return self.blocks_for(length) - len(table.blocks) + self._tail_is_shared(table)
+        count = self.blocks_for(length) - len(table.blocks) + self._tail_is_shared(table)
+        return max(0, count - len(table.spare)) if table.spare else count
 
     def append(self, table: BlockTable) -> bool:
         """Append one block, as most decodes need. False if none is free, or the last one is shared and not full."""
@@ -85,8 +88,9 @@ class BlockPool:
             self._holders[source] -= 1
             table.blocks[-1] = target
             copy = source, target
+        spare = table.spare
         for _ in range(self.blocks_for(length) - len(table.blocks)):
-            table.blocks.append(self._take())
+            table.blocks.append(spare.pop() if spare else self._take())
         table.writable = len(table.blocks) * self.block_size
         return copy
 
@@ -120,16 +124,47 @@ class BlockPool:
                     self._cached[block] = None
                 else:
                     free.append(block)
+        if table.spare is not None:
+            self.drop_reserve(table)
         table.blocks = []
         table.writable = table.freed = 0
+
+    # ---- for groups of layers with a window
+
+    def skip(self, table: BlockTable, count: int) -> None:
+        """Begin an empty table behind `count` entries that have no block, as if these had been freed."""
+        table.blocks = [0] * count
+        table.freed = count
+        table.writable = count * self.block_size
 
     def free_front(self, table: BlockTable, count: int) -> None:
         """Release the first `count` blocks of `table`; the positions of the others stay as they are."""
         for block in table.blocks[table.freed : count]:
             self._holders[block] -= 1
-            if not self._holders[block]:
+            if self._holders[block]:
+                continue
+            if self._is_kept[block]:
+                self._cached[block] = None
+            elif table.spare is not None:
+                self._holders[block] = 1
+                table.spare.append(block)
+            else:
                 self._free.append(block)
         table.freed = max(table.freed, count)
+
+    def reserve(self, table: BlockTable, count: int) -> None:
+        """Give `table` blocks without a place: it grows into these, and gets back those it frees at its front.
+
+        If none of its blocks is shared or cached, `table` needs no other block while it has up to `count` at one time.
+        """
+        table.spare = [self._take() for _ in range(count)]
+
+    def drop_reserve(self, table: BlockTable) -> None:
+        """Free the reserved blocks that have no place."""
+        for block in table.spare or ():
+            self._holders[block] = 0
+            self._free.append(block)
+        table.spare = None
 
     # ---- for the prefix cache
 
@@ -165,7 +200,7 @@ class BlockPool:
         """Check that the tables hold exactly the blocks that are counted, and that free + cached + owned = total."""
         held = [0] * self.total
         for table in tables:
-            for block in table.blocks[table.freed :]:
+            for block in (*table.blocks[table.freed :], *(table.spare or ())):
                 held[block] += 1
         for block in range(self.total) if held != self._holders else ():
             assert held[block] == self._holders[block], (

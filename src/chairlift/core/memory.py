@@ -7,9 +7,10 @@ from itertools import repeat
 
 from chairlift.core.admission import Admission
 from chairlift.core.beams import Beam
-from chairlift.core.blocks import BlockPool
+from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.plan import StepPlan
-from chairlift.core.preemption import Preemption, Recompute
+from chairlift.core.preemption import Preemption, Recompute, release_all
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.prefixes import PrefixBinding
 from chairlift.core.request import Phase, Sequence
@@ -23,15 +24,15 @@ class Memory:
         pool: BlockPool,
         preemption: Preemption | None = None,
         prefix_cache: PrefixCache | None = None,
-        window: int = 0,
+        groups: CacheGroups | None = None,
     ) -> None:
-        assert not (window and prefix_cache), "a prefix whose first blocks are freed cannot be shared"
         self.pool = pool
+        self.groups = groups or CacheGroups((0,), pool.block_size, chunk=1)
         self.preemption = preemption or Recompute()
-        self.prefixes = PrefixBinding(pool, prefix_cache)
-        self.admission = Admission(pool, self.prefixes)
+        self.prefixes = PrefixBinding(pool, prefix_cache, self.groups)
+        self.admission = Admission(pool, self.prefixes, self.groups)
         self.copied = 0  # cached blocks of which only the first tokens were of use
-        self._window = window  # tokens that the model attends to, if no layer attends to more; 0: all
+        self._is_plain = self.groups.is_plain
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
@@ -41,32 +42,47 @@ class Memory:
     # ---- admission and the end
 
     def admit(self, step: StepPlan, sequence: Sequence) -> None:
-        """Give a sequence the blocks of all its tokens: a prompt in prefill never waits for memory."""
+        """Give a sequence the blocks of all its tokens, or of its next chunk in groups with a window."""
         path = self.prefixes.find(sequence)
         if self.prefix_cache is not None and self.prefix_cache.shelves:
             self.prefix_cache.drop_unsound(path)
-        if sequence.saved.blocks and path:
+        if sequence.saved and path:
             self.preemption.forget(sequence)
-        self.pool.share(sequence.table, [node.block for node in path if node.block >= 0])
+        if not sequence.saved:
+            sequence.computed = len(path) * self.pool.block_size
+        self.prefixes.share(sequence, path)
         source, common = self.prefixes.bind(sequence, path)
+        sequence.computed += common
+        self.free_outside_windows(sequence)
         held = self.prefixes.hold_shelved(path)
-        self.pool.grow(sequence.table, self.admission.reserved_length(sequence))
+        self._allocate(sequence)
         self.prefixes.load_shelved(step, path, sequence, held)
-        if sequence.saved.blocks:
+        if sequence.saved:
             step.restored += self.preemption.resume(sequence)
             self.prefixes.insert(sequence, sequence.computed, step)  # as part of this step: its failure loses them
             return
-        sequence.computed = len(path) * self.pool.block_size
-        if common:  # the source may have been reallocated, but it is read before anything is written
-            step.copies.append((source, sequence.table.blocks[len(path)]))
-            sequence.computed += common
+        if source is not None:  # its blocks may have been reallocated, but they are read before anything is written
+            targets = (table.blocks[len(path)] for table in sequence.tables)
+            step.copies += zip(source, targets, strict=True)
             self.copied += 1
+
+    def _allocate(self, sequence: Sequence) -> None:
+        """Let a sequence write all its tokens, or its next chunk in groups with a window: these free blocks as it goes.
+
+        A prompt in prefill waits for no block of other groups, and a settled sequence for none at all.
+        """
+        length, start = self.admission.reserved_length(sequence), sequence.computed
+        for table, window in zip(sequence.tables, self.groups.windows, strict=True):
+            if window and sequence.is_settled:
+                self.pool.reserve(table, self.groups.blocks_within(window, length, start))
+            self.pool.grow(table, min(length, start + self.groups.chunk) if window else length)
 
     def preempt(self, step: StepPlan, sequence: Sequence) -> None:
         """Free the blocks of a running sequence, and keep what it needs to be resumed."""
         self.prefixes.insert_answer(sequence)
         if sequence.is_search:
             sequence.rewind(sequence.in_flight)  # its candidates are computed again
+        self.free_outside_windows(sequence)
         step.saved += self.preemption.leave(sequence, self.pool)
         sequence.prefix.cursor = None
 
@@ -74,67 +90,96 @@ class Memory:
         """Free all blocks of a sequence, on the device and in host memory."""
         if sequence.phase is Phase.RUNNING:
             self.prefixes.insert_answer(sequence)
-            self.pool.release(sequence.table)
+            release_all(self.pool, sequence)
         else:
             self.preemption.forget(sequence)
 
     # ---- growth
 
-    def growth(self, sequence: Sequence) -> int:
-        """Return the blocks that a running sequence takes for its next token."""
-        return self.pool.missing(sequence.table, min(sequence.length, sequence.limit))
+    def held(self, sequence: Sequence) -> int:
+        """Return the blocks that a running sequence has, shared ones included."""
+        return sum(len(table.blocks) - table.freed for table in sequence.tables)
+
+    def growth(self, sequences: Iterable[Sequence]) -> int:
+        """Return the blocks that running sequences without a slice in this plan take for their next one."""
+        return sum(self._growth(sequence) for sequence in sequences)
+
+    def _growth(self, sequence: Sequence) -> int:
+        length = min(sequence.length, sequence.limit)
+        if self._is_plain:
+            return self.pool.missing(sequence.tables[0], length)
+        self.free_outside_windows(sequence)
+        return self._missing(sequence, min(length, sequence.computed + self.groups.chunk))
 
     def can_grow(self, sequence: Sequence, length: int) -> bool:
         """Whether a sequence can write up to `length` tokens without a preemption."""
-        return self.pool.missing(sequence.table, length) <= self.pool.available
+        return self._missing(sequence, length) <= self.pool.available
+
+    def _missing(self, sequence: Sequence, length: int) -> int:
+        return sum(self.pool.missing(table, length) for table in sequence.tables)
 
     def append(self, step: StepPlan, sequence: Sequence) -> bool:
         """Append one block, if that is all that the sequence needs and one is free."""
-        blocks = sequence.table.blocks
-        if not self.pool.append(sequence.table):
+        table = sequence.tables[0]
+        if not self._is_plain or not self.pool.append(table):
             return False
+        blocks = table.blocks
         step.table_rows.append(sequence.row)
         step.table_places.append(len(blocks) - 1)
         step.table_blocks.append(blocks[-1])
         return True
 
     def grow(self, step: StepPlan, sequence: Sequence, length: int) -> None:
-        """Let a sequence write up to `length` tokens; its last block is copied if it is shared."""
-        first = len(sequence.table.blocks)
-        copy = self.pool.grow(sequence.table, length)
-        if copy:
-            step.copies.append(copy)
-            first -= 1
-        changed = sequence.table.blocks[first:]
-        step.table_rows += repeat(sequence.row, len(changed))
-        step.table_places += range(first, first + len(changed))
-        step.table_blocks += changed
+        """Let a sequence write up to `length` tokens; last blocks are copied if they are shared."""
+        for group, table in enumerate(sequence.tables):
+            first = len(table.blocks)
+            copy = self.pool.grow(table, length)
+            if copy:
+                step.copies.append(copy)
+                first -= 1
+            changed = table.blocks[first:]
+            step.table_rows += repeat(sequence.row, len(changed))
+            step.table_places += range(first, first + len(changed))
+            step.table_blocks += changed
+            if not self._is_plain:
+                step.table_groups += repeat(group, len(changed))
 
-    def free_outside_window(self, sequence: Sequence) -> None:
-        """Free the blocks that no later token of a sequence attends to."""
-        if self._window and sequence.computed >= self._window:
-            self.pool.free_front(sequence.table, (sequence.computed - self._window + 1) // self.pool.block_size)
+    def free_outside_windows(self, sequence: Sequence) -> None:
+        """Free the blocks that no later token of a sequence attends to.
+
+        Call it only before the sequence gets a slice in a plan: that slice may attend to blocks that later ones do not.
+        """
+        if self._is_plain:
+            return
+        start = sequence.computed - sequence.unchecked  # the least that it may be rewound to
+        for table, window in zip(sequence.tables, self.groups.windows, strict=True):
+            self.pool.free_front(table, self.groups.first_block(window, start))
 
     # ---- forks
 
     def fork(self, sequence: Sequence, sibling: Sequence) -> None:
         """Let a sibling share all blocks of a sequence."""
         sibling.computed, sibling.length = sequence.computed, sequence.length
-        sibling.table = self.pool.fork(sequence.table, sequence.computed)
-        sibling.prefix.cursor, sibling.prefix.kept = sequence.prefix.cursor, sequence.prefix.kept
+        for table in sequence.tables:
+            self.pool.drop_reserve(table)  # the prompt's blocks are shared now
+        sibling.tables = self._fork_tables(sequence)
+        sibling.prefix = sequence.prefix.copy()
         sibling.cached = sequence.cached
 
     def follow(self, going: list[Beam], members: list[Sequence]) -> None:
         """Let each member continue a beam, as a fork of the sequence that computed it."""
         parents = [beam.parent for beam in going]
-        tables = [self.pool.fork(parent.table, parent.computed) for parent in parents]
-        places = [(list(each.tokens), each.computed, each.prefix.cursor, each.prefix.kept) for each in parents]
-        for member, beam, table, place in zip(members, going, tables, places, strict=True):
-            self.pool.release(member.table)
-            member.table = table
-            member.tokens, member.computed, member.prefix.cursor, member.prefix.kept = place
+        tables = [self._fork_tables(parent) for parent in parents]
+        places = [(list(each.tokens), each.computed, each.prefix.copy()) for each in parents]
+        for member, beam, own, place in zip(members, going, tables, places, strict=True):
+            release_all(self.pool, member)
+            member.tables = own
+            member.tokens, member.computed, member.prefix = place
             member.tokens.append(beam.token)
             member.length = len(member.tokens)
+
+    def _fork_tables(self, sequence: Sequence) -> list[BlockTable]:
+        return [self.pool.fork(table, sequence.computed) for table in sequence.tables]
 
     # ---- steps
 
@@ -161,8 +206,13 @@ class Memory:
 
     def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """Check that every block is accounted for."""
-        assert all(not sequence.table.blocks for sequence in waiting)
-        assert all(not sequence.saved.blocks for sequence in running)
-        self.pool.check(sequence.table for sequence in running)
+        assert all(not table.blocks and table.spare is None for each in waiting for table in each.tables)
+        assert not any(sequence.saved for sequence in running)
+        self.pool.check(table for sequence in running for table in sequence.tables)
         self.preemption.check(waiting)
         self.prefixes.check(running, waiting)
+        for sequence in running:
+            assert sequence.tables[-1].writable == min(table.writable for table in sequence.tables)
+            for table, window in zip(sequence.tables, self.groups.windows, strict=True):
+                most = self.groups.blocks_within(window, max(sequence.limit, table.writable))
+                assert len(table.blocks) - table.freed <= most, f"{sequence} has more blocks than its window needs"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chairlift.core.prefix_cache import Node
+from chairlift.core.prefix_node import Node
 from chairlift.core.request import FinishReason, Sequence
 from chairlift.core.step import Newcomer, PromptLogprobs, Step, TokenLogprobs
 
@@ -29,6 +29,8 @@ class StepPlan(Step):
     preempted: list[Sequence] = field(default_factory=list)
     # Cached blocks that this pass fills or moves: later steps may read them, and lose them if this pass fails.
     fresh: list[Node] = field(default_factory=list)
+    # Blocks of windows that nodes get if this pass succeeds: the sequence that holds them, their place and the node.
+    lent: list[tuple[Sequence, int, Node]] = field(default_factory=list)
 
     @property
     def slices(self) -> list[Slice]:
@@ -48,19 +50,24 @@ class StepPlan(Step):
         if not self.placed:
             return
         self.newcomers = [
-            Newcomer(each.row, each.index, list(each.tokens), list(each.table.blocks), each.request.sampling)
+            Newcomer(each.row, each.index, list(each.tokens), blocks_of(each), each.request.sampling)
             for each in self.placed
             if each.row >= 0
         ]
         if self.table_rows:  # a row's former sequence may have grown before this plan preempted it
             new = {each.row for each in self.placed}
             kept = [place for place, row in enumerate(self.table_rows) if row not in new]
-            for name in ("table_rows", "table_places", "table_blocks"):
+            for name in ("table_rows", "table_places", "table_blocks", "table_groups"):
                 column = getattr(self, name)
-                setattr(self, name, [column[place] for place in kept])
+                setattr(self, name, [column[place] for place in kept] if column else [])
 
     def __bool__(self) -> bool:
         return bool(self.sequences)
+
+
+def blocks_of(sequence: Sequence) -> list[list[int]]:
+    """Return the blocks of a sequence in each group, as they are now."""
+    return [list(table.blocks) for table in sequence.tables]
 
 
 class Event(NamedTuple):

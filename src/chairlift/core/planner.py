@@ -63,8 +63,9 @@ class Planner:
         preempted = len(step.preempted)
         if self._prompt_steps < self.prefill.decodes_wait:
             self._prompt_steps += 1
-            self._extend_prompts(step, self._in_prefill())
-            self._admit(step, now)
+            self._extend_prompts(step, self._in_prefill(step))
+            if len(step.preempted) == preempted:
+                self._admit(step, now)
             if not step:
                 self._prompt_steps = 0
                 self._extend(step)
@@ -127,13 +128,15 @@ class Planner:
         if sequence.is_search and not self._batch.may_search(step, sequence):
             return False
         if length - sequence.computed > 1 or not sequence.is_forked:  # the last of a prompt may yet have to fork
-            prompts.append(sequence)
+            if self._may_prefill(step, sequence):
+                prompts.append(sequence)
             return False
-        if length > sequence.table.writable and not self._batch.grow(step, sequence, length):
+        table = sequence.tables[-1]  # no other is writable less far
+        if length > table.writable and not self._batch.grow(step, sequence, length):
             return False
         if self.drafter is None:
             if not sequence.is_search:
-                sequence.decode_until = min(sequence.limit - 1, sequence.table.writable)
+                sequence.decode_until = min(sequence.limit - 1, table.writable)
         elif self._may_draft(sequence) and (drafts := self.drafter(sequence)):
             drafted.append((sequence, drafts))
             return False
@@ -153,9 +156,10 @@ class Planner:
         start, length = sequence.computed, sequence.length
         room = self._budget(step, start) - step.tokens - left
         count = max(0, min(len(drafts), room, sequence.limit - length - 1))
+        self._memory.free_outside_windows(sequence)
         while count and not self._memory.can_grow(sequence, length + count):
             count -= 1
-        if length + count > sequence.table.writable:
+        if length + count > sequence.tables[-1].writable:
             self._memory.grow(step, sequence, length + count)
         if count:
             step.drafts.append((len(step.samples), drafts[:count]))
@@ -173,9 +177,15 @@ class Planner:
         for sequence in self._policy.arrange(prompts) if len(prompts) > 1 else prompts:
             self._add_chunk(step, sequence)
 
-    def _in_prefill(self) -> list[Sequence]:
+    def _in_prefill(self, step: StepPlan) -> list[Sequence]:
         """Return the running sequences that have more than their next token to compute."""
-        return [each for each in self._running if each.length - each.computed > 1 or not each.is_forked]
+        prompts = [each for each in self._running if each.length - each.computed > 1 or not each.is_forked]
+        return [each for each in prompts if each.phase is Phase.RUNNING and self._may_prefill(step, each)]
+
+    def _may_prefill(self, step: StepPlan, sequence: Sequence) -> bool:
+        """Whether a prompt has blocks for its next chunk; those of groups with a window are allocated now."""
+        length = min(sequence.length, sequence.computed + self._limits.step_tokens)
+        return length <= sequence.tables[-1].writable or self._batch.grow(step, sequence, length)
 
     def _admit(self, step: StepPlan, now: float) -> None:
         """Admit waiting groups in order until budget, rows or blocks run out; the first that does not fit ends it."""
@@ -229,7 +239,6 @@ class Planner:
         count = self.prefill.chunk(remaining, max(0, self._budget(step, sequence.computed) - step.tokens))
         if not count:
             return
-        self._memory.free_outside_window(sequence)
         step.sequences.append(sequence)
         step.starts.append(sequence.computed)
         step.counts.append(count)
@@ -250,7 +259,7 @@ class Planner:
         sequence.preemptions = 0  # from now on each sequence needs blocks of its own
         siblings = []
         for index in range(1, sequence.request.params.width):
-            sibling = Sequence(sequence.request, sequence.order, sequence.limit, index)
+            sibling = Sequence(sequence.request, sequence.order, sequence.limit, index, groups=0)
             sibling.rank = (sequence.rank[0], sequence.order, index)
             self._memory.fork(sequence, sibling)
             sibling.expected = sequence.expected

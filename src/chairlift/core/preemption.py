@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from chairlift.core.blocks import BlockPool
+from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cost import Cost
 from chairlift.core.request import Sequence
 from chairlift.core.step import Moves
@@ -36,7 +36,7 @@ class Recompute:
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
         """Free all blocks; nothing is kept."""
-        pool.release(sequence.table)
+        release_all(pool, sequence)
         sequence.computed = 0
         return []
 
@@ -49,7 +49,7 @@ class Recompute:
 
     def check(self, waiting: Iterable[Sequence]) -> None:
         """Check that no sequence has host blocks."""
-        assert not any(sequence.saved.blocks for sequence in waiting)
+        assert not any(sequence.saved for sequence in waiting)
 
 
 class Swap(Recompute):
@@ -59,36 +59,52 @@ class Swap(Recompute):
         self.host = host
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
-        """Swap out as many of its first blocks as host memory has room for."""
-        used = pool.blocks_for(sequence.computed)
-        count = min(used, self.host.available)
-        if count:
-            self.host.grow(sequence.saved, count * pool.block_size)
-        moves = list(zip(sequence.table.blocks[:count], sequence.saved.blocks, strict=True))
-        computed = min(sequence.computed, count * pool.block_size)
+        """Swap out its blocks; if host memory has room for fewer, its first blocks, or none if it has a window."""
+        tables, used = sequence.tables, pool.blocks_for(sequence.computed)
+        if _live(tables, used) > self.host.available:
+            # The first blocks are of use without the others only if none of the first is freed.
+            used = self.host.available if len(tables) == 1 and not tables[0].freed else 0
+        if not used:
+            return Recompute.leave(self, sequence, pool)
+        moves: Moves = []
+        for table in tables:
+            saved = BlockTable()
+            self.host.skip(saved, table.freed)
+            self.host.grow(saved, used * pool.block_size)
+            moves += zip(table.blocks[table.freed : used], saved.blocks[table.freed :], strict=True)
+            sequence.saved.append(saved)
+        computed = min(sequence.computed, used * pool.block_size)
         super().leave(sequence, pool)
         sequence.computed = computed
         return moves
 
     def resume(self, sequence: Sequence) -> Moves:
-        """Swap all its host blocks into its first blocks."""
-        saved = sequence.saved.blocks
-        # Fewer than were saved, if drafts were rejected since.
-        moves = list(zip(saved, sequence.table.blocks, strict=False))
-        self.host.release(sequence.saved)
+        """Swap its host blocks into its first blocks."""
+        moves: Moves = []
+        for saved, table in zip(sequence.saved, sequence.tables, strict=True):
+            # Fewer than were saved, if drafts were rejected since.
+            moves += list(zip(saved.blocks, table.blocks, strict=False))[max(saved.freed, table.freed) :]
+        self._release(sequence)
         return moves
 
     def forget(self, sequence: Sequence) -> None:
         """Free its host blocks."""
-        self.host.release(sequence.saved)
+        self._release(sequence)
         sequence.computed = 0
+
+    def _release(self, sequence: Sequence) -> None:
+        for saved in sequence.saved:
+            self.host.release(saved)
+        sequence.saved = []
 
     def check(self, waiting: Iterable[Sequence]) -> None:
         """Check that host blocks match the swapped-out sequences and hold the tokens that count as computed."""
         waiting = list(waiting)
-        self.host.check(sequence.saved for sequence in waiting)
+        self.host.check(saved for sequence in waiting for saved in sequence.saved)
         for sequence in waiting:
-            assert sequence.computed <= len(sequence.saved.blocks) * self.host.block_size
+            assert sequence.computed <= min((len(saved.blocks) for saved in sequence.saved), default=0) * (
+                self.host.block_size
+            )
 
 
 class Cheapest(Swap):
@@ -100,10 +116,22 @@ class Cheapest(Swap):
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
         """Swap out if two copies take less time than another prefill."""
-        moving = 2 * self._cost.block_copy * min(pool.blocks_for(sequence.computed), self.host.available)
+        blocks = _live(sequence.tables, pool.blocks_for(sequence.computed))
+        moving = 2 * self._cost.block_copy * min(blocks, self.host.available)
         # A recomputed prompt shares its steps with other sequences, so their fixed time is not its own.
         again = self._cost.prompt_seconds(sequence.computed) - self._cost.fixed
         return super().leave(sequence, pool) if moving < again else Recompute.leave(self, sequence, pool)
+
+
+def release_all(pool: BlockPool, sequence: Sequence) -> None:
+    """Release the blocks of a sequence, those of the first group last: they are evicted last, and others need them."""
+    for table in reversed(sequence.tables):
+        pool.release(table)
+
+
+def _live(tables: list[BlockTable], used: int) -> int:
+    """Return the number of blocks, of the first `used` of each table, that are not freed."""
+    return sum(used - table.freed for table in tables)
 
 
 PREEMPTIONS: dict[str, Callable[[BlockPool, Cost], Preemption]] = {

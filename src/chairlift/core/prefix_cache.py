@@ -10,85 +10,49 @@ eviction needs no search.
 Shelves (host memory, a file) are tiers below the device: an evicted block moves to the first, from there to the next,
 and stays in the tree. Each shelf evicts the least recently used block, which for the same reason has no descendant on
 that shelf. A node on the device has all its ancestors there.
+
+If a model's layers are in several groups (cache_groups.py), a node has a block in each. A group with a window needs
+only the blocks of the window before a hit's end: its other blocks are evicted one by one, and a hit is as long as the
+blocks that are left allow. Such models have no shelves: windows would have to move with the blocks that need them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from struct import Struct, pack
-from typing import NamedTuple
+from struct import Struct
 
 from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
+from chairlift.core.prefix_node import LEAF, NO_OTHERS, TOKEN_BYTES, Move, Node, below, common_tokens, packed
 
 HOST, DISK = 0, 1  # shelves
-_INT = 4  # bytes of a packed token
 _LOOKED_AT = 32  # most recent children that are compared for a partial match
-_LEAF: dict[bytes, Node] = {}  # the children of every node without any
-
-
-class Node:
-    """One block of the cache and the tokens in it."""
-
-    __slots__ = ("block", "children", "chunk", "parent", "passes", "shelf", "slot")
-
-    def __init__(self, parent: Node | None, chunk: bytes) -> None:
-        self.parent = parent
-        self.chunk = chunk  # the block's tokens, packed; a root's salt
-        self.block = -1  # on the device, if it is there
-        self.shelf = self.slot = -1  # its copy on a shelf, if there is one
-        self.passes = 0  # steps in flight that fill or move it
-        self.children = _LEAF
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether no step in flight fills or moves it."""
-        return not self.passes
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it has been removed from the tree."""
-        return self.block < 0 and self.shelf < 0
-
-
-class Prefix:
-    """One sequence's place in the cache."""
-
-    __slots__ = ("cursor", "kept", "key", "path")
-
-    def __init__(self) -> None:
-        self.path: list[Node] = []  # while it waits: the cached blocks found for it
-        self.key = b""  # its packed tokens
-        self.cursor: Node | None = (
-            None  # while it runs: the parent of its next full block; None: its blocks are not inserted
-        )
-        self.kept = 0  # its blocks up to the cursor
-
-
-class Move(NamedTuple):
-    """A block that moves to a shelf, from the device or from the shelf before."""
-
-    source: int
-    shelf: int
-    slot: int
-    node: Node
 
 
 class PrefixCache:
     """Finds, inserts and evicts blocks of one pool, and moves evicted ones to the shelves."""
 
-    def __init__(self, pool: BlockPool, shelves: Sequence[BlockPool] = (), cost: Cost | None = None) -> None:
-        self.shelves = [shelf for shelf in shelves if shelf.total]
+    def __init__(
+        self,
+        pool: BlockPool,
+        shelves: Sequence[BlockPool] = (),
+        cost: Cost | None = None,
+        groups: CacheGroups | None = None,
+    ) -> None:
+        self._groups = groups or CacheGroups((0,), pool.block_size, chunk=1)
+        assert not self._groups.windows[0], "the layers of the first group attend to all tokens"
+        self.shelves = [shelf for shelf in shelves if shelf.total and self._groups.is_plain]
         self.evictions = 0  # from the device
         self.returns = [0] * len(self.shelves)  # blocks loaded from each shelf
         self.leaving: list[Move] = []  # moves to shelves of the present plan
         self.is_sound: Callable[[int], bool] = lambda slot: True  # whether a block on disk passes its checksum
         self._pool = pool
         self._cost = cost or Cost()
-        self._width = pool.block_size * _INT
+        self._width = pool.block_size * TOKEN_BYTES
         self._chunks = Struct(f"{self._width}s")
         self.pack = Struct(f"{pool.block_size}i").pack  # the tokens of one block, as its key
         self._roots: dict[bytes, Node] = {}
@@ -120,23 +84,34 @@ class PrefixCache:
         again = cost.prompt_seconds((there - on_device) * size, on_device * size) - cost.fixed
         return there if cost.block_copy * (there - on_device) < again else on_device
 
-    def match_part(self, path: list[Node], salt: str, tokens: list[int]) -> tuple[int, int]:
-        """Return a block behind the path that starts with the most of `tokens`, and their number."""
+    def covered(self, path: list[Node]) -> int:
+        """Return how many blocks of a path to use: groups with a window need the last ones, and may have lost them."""
+        end, last = len(path), -1
+        while end != last:
+            last = end
+            for group, window in enumerate(self._groups.windows[1:]):
+                first = self._groups.first_block(window, end * self._groups.block_size)
+                lost = (depth for depth in range(end - 1, first - 1, -1) if path[depth].others[group] < 0)
+                end = next(lost, end)  # any longer hit would need that block, too
+        return end
+
+    def match_part(self, path: list[Node], salt: str, tokens: list[int]) -> tuple[list[int] | None, int]:
+        """Return the blocks behind the path that start with the most of `tokens`, and how many; None: no blocks."""
         node = path[-1] if path else self._roots.get(salt.encode())
-        best, block = 0, -1
+        best, blocks = 0, None
         wanted = packed(tokens)
         for child in islice(reversed(node.children.values()), _LOOKED_AT) if node is not None else ():
-            common = _common(child.chunk, wanted)
-            if common > best and child.is_ready and child.block >= 0:
-                best, block = common, child.block
-        return block, best
+            common = common_tokens(child.chunk, wanted)
+            if common > best and child.is_ready and child.block >= 0 and min(child.others, default=0) >= 0:
+                best, blocks = common, [child.block, *child.others]
+        return blocks, best
 
     def root(self, salt: str) -> Node:
         """Return a root for a salt."""
         return Node(None, salt.encode())
 
-    def insert(self, parent: Node, chunk: bytes, block: int) -> Node | None:
-        """Insert a held block behind `parent`; None if another block with the same content is there."""
+    def insert(self, parent: Node, chunk: bytes, block: int, others: Sequence[int] = ()) -> Node | None:
+        """Insert held blocks behind `parent`; None if another block with the same content is there."""
         if parent.parent is None:
             parent = self._roots.setdefault(parent.chunk, parent)
         elif parent.block < 0:
@@ -144,13 +119,36 @@ class PrefixCache:
         node = parent.children.get(chunk)
         if node is None:
             node = Node(parent, chunk)
-            if parent.children is _LEAF:
+            if parent.children is LEAF:
                 parent.children = {}
             parent.children[chunk] = node
         elif node.block >= 0:
             return node if node.block == block else None
         self._put(node, block)
+        if others:
+            node.others = [-1] * len(others)
+            self._add(node, others)
         return node
+
+    def child(self, parent: Node, chunk: bytes) -> Node | None:
+        """Return the node behind `parent` with these tokens, if there is one."""
+        return (self._roots.get(parent.chunk, parent) if parent.parent is None else parent).children.get(chunk)
+
+    def lend(self, node: Node, others: Sequence[int]) -> None:
+        """Give a node the blocks of groups with a window that it lacks; `others` are held, and have its content.
+
+        So a hit that eviction has shortened is as long as before, once a sequence has computed the tokens again.
+        """
+        if not node.is_gone:
+            self._add(node, others)
+
+    def _add(self, node: Node, others: Sequence[int]) -> None:
+        """Give a node the blocks that it lacks, of `others`, in which -1 is no block."""
+        for group, block in enumerate(others):
+            if block >= 0 and node.others[group] < 0:
+                node.others[group] = block
+                self._nodes[block] = node
+                self._pool.keep(block)
 
     def bring_back(self, path: list[Node], table: BlockTable) -> list[tuple[int, int, int]]:
         """Give the nodes on shelves the table's blocks; return (shelf, slot, block) for each."""
@@ -179,33 +177,40 @@ class PrefixCache:
         return [] if node.is_gone else self._uproot(node)
 
     def _uproot(self, node: Node) -> list[int]:
-        blocks = []
-        for each in list(_below(node)):
+        blocks: list[int] = []
+        for each in list(below(node)):
             if each.block >= 0:
                 blocks.append(each.block)
-                self._nodes[each.block] = None
-                self._pool.forget(each.block)
                 each.block = -1
+            if each.others:
+                blocks += (block for block in each.others if block >= 0)
+                each.others = NO_OTHERS
             if each.shelf >= 0:
                 self.shelves[each.shelf].forget(each.slot)
                 self._take_off(each)
             self._cut(each)
+        for block in blocks:
+            self._nodes[block] = None
+            self._pool.forget(block)
         return blocks
 
     def clear(self) -> int:
         """Remove all nodes; return their number."""
         nodes = [child for root in self._roots.values() for child in root.children.values()]
-        count = sum(1 for node in nodes for _ in _below(node))
+        count = sum(1 for node in nodes for _ in below(node))
         for node in nodes:
             self.remove(node)
         return count
 
     def check(self) -> None:
         """Check that the tree is consistent, and that no block belongs to two nodes."""
-        found = [node for root in self._roots.values() for child in root.children.values() for node in _below(child)]
+        found = [node for root in self._roots.values() for child in root.children.values() for node in below(child)]
         on_device = [node for node in found if node.block >= 0]
         assert all(self._nodes[node.block] is node for node in on_device)
-        assert len(on_device) == sum(node is not None for node in self._nodes), "blocks are kept that cannot be found"
+        others = [(node, block) for node in found for block in node.others if block >= 0]
+        assert all(self._nodes[block] is node for node, block in others)
+        count = sum(node is not None for node in self._nodes)
+        assert len(on_device) + len(others) == count, "blocks are kept that cannot be found"
         for number, nodes in enumerate(self._shelved):
             there = [node for node in found if node.shelf == number]
             assert all(nodes[node.slot] is node for node in there)
@@ -237,6 +242,12 @@ class PrefixCache:
         assert node is not None, "a cached block has a node"
         self.evictions += 1
         self._nodes[block] = None
+        if node.block != block:
+            group = node.others.index(block)
+            node.others[group] = -1
+            if not self._groups.windows[1 + group]:
+                self._lose(node)
+            return
         node.block = -1
         if node.shelf >= 0:
             self.shelves[node.shelf].mark_used(node.slot)  # its content is there already
@@ -286,23 +297,3 @@ class PrefixCache:
         del parent.children[node.chunk]
         if parent.parent is None and not parent.children:
             del self._roots[parent.chunk]
-
-
-def packed(tokens: list[int]) -> bytes:
-    """Return tokens as bytes, to compare and look up many at once."""
-    return pack(f"{len(tokens)}i", *tokens)
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Return the number of common first tokens of two packed lists."""
-    most = min(len(a), len(b)) // _INT
-    return next((i for i in range(most) if a[i * _INT : (i + 1) * _INT] != b[i * _INT : (i + 1) * _INT]), most)
-
-
-def _below(node: Node) -> Iterator[Node]:
-    """Iterate over a node and its descendants, children before parents."""
-    stack, order = [node], []
-    while stack:
-        order.append(stack.pop())
-        stack += order[-1].children.values()
-    return reversed(order)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.plan import StepPlan
-from chairlift.core.prefix_cache import HOST, Node, PrefixCache, packed
-from chairlift.core.request import Sequence
+from chairlift.core.prefix_cache import HOST, PrefixCache
+from chairlift.core.prefix_node import Node, packed
+from chairlift.core.request import Phase, Sequence
 
 _PART = 4  # copy a block for its first tokens if they are at least one in so many of it
 
@@ -15,8 +17,10 @@ _PART = 4  # copy a block for its first tokens if they are at least one in so ma
 class PrefixBinding:
     """Binds sequences to the prefix cache, if there is one. All lookups and insertions go through here."""
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache | None) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache | None, groups: CacheGroups) -> None:
         self.cache = cache
+        self._groups = groups
+        self._is_plain = groups.is_plain
         self.running: list[Sequence] = []  # whose answers other sequences may start with
         self.has_new_tokens = False  # whether answers have grown since they were last inserted
         self.in_flight: list[StepPlan] = []  # steps that have neither been applied nor failed, in order
@@ -51,8 +55,13 @@ class PrefixBinding:
         return self._useful(sequence, path)
 
     def _may_share(self, sequence: Sequence) -> bool:
-        """Whether a sequence may start with cached blocks: log-probabilities of a prompt need all its logits."""
-        return self.cache is not None and sequence.request.params.prompt_logprobs is None
+        """Whether a sequence may start with cached blocks: log-probabilities of a prompt need all its logits.
+
+        A settled sequence shares no block of a group with a window: it gets back those it frees (BlockPool.reserve).
+        """
+        if self.cache is None or (sequence.is_settled and not self._is_plain):
+            return False
+        return sequence.request.params.prompt_logprobs is None
 
     def _match(self, sequence: Sequence, path: list[Node], key: bytes) -> None:
         assert self.cache is not None
@@ -64,24 +73,37 @@ class PrefixBinding:
         assert self.cache is not None
         if self.cache.shelves:
             path = path[: self.cache.weigh(path)]
+        elif not self._is_plain:
+            path = path[: self.cache.covered(path)]
         return path if len(path) * self._pool.block_size > sequence.computed else []
 
     # ---- admitted sequences
 
-    def bind(self, sequence: Sequence, path: list[Node]) -> tuple[int, int]:
-        """Start a sequence behind `path`; return a block to copy for its first tokens, and how many, or (-1, 0)."""
-        if self.cache is None:
-            return -1, 0
+    def share(self, sequence: Sequence, path: list[Node]) -> None:
+        """Let a sequence hold the blocks of a path: all of them, or those in the window of each group."""
+        self._pool.share(sequence.tables[0], [node.block for node in path if node.block >= 0])
+        for group, (table, window) in enumerate(zip(sequence.tables, self._groups.windows, strict=True)):
+            first = self._groups.first_block(window, sequence.computed)
+            if first:
+                self._pool.skip(table, first)
+            if group:
+                self._pool.share(table, [node.others[group - 1] for node in path[first:]])
+
+    def bind(self, sequence: Sequence, path: list[Node]) -> tuple[list[int] | None, int]:
+        """Start a sequence behind `path`; return blocks to copy for its first tokens, and how many, or (None, 0)."""
+        if self.cache is None or (sequence.is_settled and not self._is_plain):
+            return None, 0
         prefix, tokens, size = sequence.prefix, sequence.tokens, self._pool.block_size
         salt, behind = sequence.request.salt, len(path) * size
         prefix.cursor = path[-1] if path else self.cache.root(salt)
         prefix.kept = len(path)
+        prefix.is_private = False
         prefix.path, prefix.key = [], b""
         rest = tokens[behind : min(behind + size, len(tokens) - 1)]
-        if len(rest) * _PART < size or sequence.saved.blocks or not self._may_share(sequence):
-            return -1, 0
-        block, common = self.cache.match_part(path, salt, rest)
-        return (block, common) if common * _PART >= size else (-1, 0)
+        if len(rest) * _PART < size or sequence.saved or not self._may_share(sequence):
+            return None, 0
+        blocks, common = self.cache.match_part(path, salt, rest)
+        return (blocks, common) if common * _PART >= size else (None, 0)
 
     def hold_shelved(self, path: list[Node]) -> list[BlockTable]:
         """Hold the host and disk blocks of a path, so that making room on the device does not evict them."""
@@ -100,7 +122,7 @@ class PrefixBinding:
         for node in path:
             if node.block < 0:
                 step.expect(node)
-        for number, slot, block in cache.bring_back(path, sequence.table):
+        for number, slot, block in cache.bring_back(path, sequence.tables[0]):
             (step.restored if number == HOST else step.loaded).append((slot, block))
         for shelf, table in zip(cache.shelves, held, strict=True):
             shelf.release(table)
@@ -116,16 +138,35 @@ class PrefixBinding:
         node, first, full = prefix.cursor, prefix.kept, computed // size
         if cache is None or node is None or full <= first:
             return
-        tokens, blocks = sequence.tokens, sequence.table.blocks
+        tokens, blocks, others = sequence.tokens, sequence.tables[0].blocks, sequence.tables[1:]
         for i in range(first, full):
-            node = cache.insert(node, cache.pack(*tokens[i * size : (i + 1) * size]), blocks[i])
-            if node is None:  # another sequence inserted the same tokens first: the rest of this one stays private
-                break
-            if step is not None:
-                step.expect(node)
+            chunk = cache.pack(*tokens[i * size : (i + 1) * size])
+            beside = _blocks_at(others, i) if others else ()
+            found = None if prefix.is_private else cache.insert(node, chunk, blocks[i], beside)
+            if found is None:  # another sequence inserted the same tokens first: the rest of this one stays private
+                prefix.is_private = True
+                found = self._lend(sequence, node, chunk, i, step) if others else None
+            elif step is not None:
+                step.expect(found)
                 if i == first:
-                    self._expect_started(node, sequence)
+                    self._expect_started(found, sequence)
+            node = found
+            if node is None:
+                break
         prefix.cursor, prefix.kept = node, full
+
+    def _lend(self, sequence: Sequence, parent: Node, chunk: bytes, i: int, step: StepPlan | None) -> Node | None:
+        """Return the node behind `parent`, if there is one, after giving it the blocks of windows that it lacks.
+
+        If a step computes these, it must succeed first: a failed one removes only nodes that it was to fill itself.
+        """
+        assert self.cache is not None
+        node = self.cache.child(parent, chunk)
+        if node is not None and step is not None:
+            step.lent.append((sequence, i, node))
+        elif node is not None:
+            self.cache.lend(node, _blocks_at(sequence.tables[1:], i))
+        return node
 
     def insert_answer(self, sequence: Sequence) -> None:
         """Insert the blocks of an answer; the prompt's have been inserted when they were planned."""
@@ -158,6 +199,9 @@ class PrefixBinding:
         self._take_out(step)
         for node in step.fresh:
             node.passes -= 1
+        for sequence, i, node in step.lent:
+            if sequence.phase is Phase.RUNNING and self.cache is not None:
+                self.cache.lend(node, _blocks_at(sequence.tables[1:], i))
 
     def disown(self, step: StepPlan, running: Iterable[Sequence]) -> list[Sequence]:
         """Remove the blocks that a failed step should have written; return the running sequences that share them."""
@@ -167,7 +211,7 @@ class PrefixBinding:
         if self.cache is not None:
             for node in (*step.fresh, *filter(None, map(self.cache.node_at, lost))):
                 lost.update(self.cache.remove(node))
-        return [each for each in running if not lost.isdisjoint(each.table.blocks)] if lost else []
+        return [each for each in running if _has_any(each, lost)] if lost else []
 
     def _take_out(self, step: StepPlan) -> list[StepPlan]:
         """Remove a step from those in flight; return the steps that were planned after it."""
@@ -185,19 +229,28 @@ class PrefixBinding:
             return
         self.cache.check()
         for number, shelf in enumerate(self.cache.shelves):
-            shelf.check(sequence.saved for sequence in waiting if number == HOST)
+            shelf.check(saved for sequence in waiting for saved in sequence.saved if number == HOST)
         for sequence in running:
             self._check_path(sequence)
 
     def _check_path(self, sequence: Sequence) -> None:
         """Check that the nodes on a sequence's path hold its tokens and its blocks."""
         node, size = sequence.prefix.cursor, self._pool.block_size
-        if node is None or (node.block < 0 and node.parent is not None):
+        if node is None or (node.block < 0 and node.parent is not None) or sequence.prefix.is_private:
             return
         for i in reversed(range(sequence.prefix.kept)):
             assert node is not None
-            assert node.block == sequence.table.blocks[i]
+            assert node.block == sequence.tables[0].blocks[i]
             assert node.chunk == packed(sequence.tokens[i * size : (i + 1) * size])
             node = node.parent
         assert node is not None
         assert node.chunk == sequence.request.salt.encode()
+
+
+def _blocks_at(tables: list[BlockTable], place: int) -> list[int]:
+    """Return each table's block at a place, or -1 if it has none there."""
+    return [table.blocks[place] if table.freed <= place < len(table.blocks) else -1 for table in tables]
+
+
+def _has_any(sequence: Sequence, blocks: set[int]) -> bool:
+    return any(not blocks.isdisjoint(table.blocks[table.freed :]) for table in sequence.tables)

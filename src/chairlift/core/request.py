@@ -8,10 +8,13 @@ from enum import Enum, StrEnum
 from chairlift.core.blocks import BlockTable
 from chairlift.core.constraint import Constraint
 from chairlift.core.params import ALL, SamplingParams
-from chairlift.core.prefix_cache import Prefix
+from chairlift.core.prefix_node import Prefix
 from chairlift.core.step import Processor, Sampling
 
 EVERY = 1 << 30  # alternatives: more than any vocabulary has
+# A sequence that was preempted so often reserves all the memory it can need when it is resumed, and is not preempted
+# again.
+MAX_PREEMPTIONS = 3
 
 
 class FinishReason(StrEnum):
@@ -158,12 +161,12 @@ class Sequence:
         "saved",
         "started",
         "stop_ids",
-        "table",
+        "tables",
         "tokens",
         "unchecked",
     )
 
-    def __init__(self, request: Request, order: int, limit: int, index: int = 0) -> None:
+    def __init__(self, request: Request, order: int, limit: int, index: int = 0, groups: int = 1) -> None:
         self.request = request
         self.order = order  # the request's number, in order of arrival
         self.limit = limit  # the most tokens it may hold, prompt included
@@ -181,8 +184,8 @@ class Sequence:
         self.started: float | None = None  # when it was first admitted
         self.expected = 0  # predicted length of its answer, where a policy needs it
         self.preemptions = 0
-        self.table = BlockTable()
-        self.saved = BlockTable()  # blocks in host memory while it is swapped out
+        self.tables = [BlockTable() for _ in range(groups)]  # its blocks in each group of layers
+        self.saved: list[BlockTable] = []  # the same in host memory while it is swapped out; else none
         self.group = Group(self)  # a fork's is set by the scheduler
         self.prefix = Prefix()
         self.cached = 0  # tokens of its prompt that the prefix cache had when it was first admitted
@@ -194,6 +197,14 @@ class Sequence:
     def is_done(self) -> bool:
         """Whether it has ended."""
         return self.phase is Phase.DONE
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has been preempted so often that it has all its memory and is not preempted again.
+
+        Beams never have: they fork at every token, so none of them can own the blocks that it will need.
+        """
+        return self.preemptions >= MAX_PREEMPTIONS and not self.is_search
 
     @property
     def in_flight(self) -> int:

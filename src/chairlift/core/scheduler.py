@@ -11,6 +11,7 @@ from chairlift.core.batching import Continuous, Gate
 from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.constraint import Masker, one_by_one
 from chairlift.core.cost import Cost
 from chairlift.core.counters import Counters
@@ -47,18 +48,19 @@ class Scheduler:
         predictor: Predictor | None = None,
         budget: Budget | None = None,
         cost: Cost | None = None,
-        window: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
-        if pool.total * pool.block_size < limits.max_length:
+        groups = CacheGroups(windows, pool.block_size, limits.step_tokens)
+        if pool.total < groups.blocks_of(limits.max_length):
             # One sequence alone must always be able to finish: that is what makes preemption end.
             raise SettingsError(
-                f"the KV cache holds {pool.total * pool.block_size} tokens, less than one sequence of max_length "
-                f"{limits.max_length}: lower max_length or give the cache more memory"
+                f"the KV cache has {pool.total} blocks, and one sequence of max_length {limits.max_length} tokens "
+                f"needs {groups.blocks_of(limits.max_length)}: lower max_length or give the cache more memory"
             )
         self.limits = limits
         self.pool = pool
         self.policy: Policy = policy or Policy()
-        self.memory = Memory(pool, preemption, prefix_cache, window)
+        self.memory = Memory(pool, preemption, prefix_cache, groups)
         self.predictor: Predictor = predictor or PREDICTORS["max_tokens"](limits.max_length)
         self.waiting = WaitingQueue(self.policy)
         self.counters = Counters()
@@ -100,7 +102,7 @@ class Scheduler:
         except RequestError:
             self.counters.rejected += 1
             raise
-        sequence = Sequence(request, order, limit)
+        sequence = Sequence(request, order, limit, groups=len(self.memory.groups.windows))
         if request.params.use_beam_search:
             sequence.group = Beams(sequence, limit)
         if self.policy.needs_lengths:

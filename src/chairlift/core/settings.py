@@ -70,7 +70,8 @@ class CacheSettings:
     )
     kv_tokens: int | None = option(
         None,
-        "Capacity of the KV cache in tokens (default: all that fits); set it to bound memory or to test preemption.",
+        "Capacity of the KV cache in tokens (default: all that fits), not counting that layers with a sliding window "
+        "free theirs; set it to bound memory or to test preemption.",
     )
     kv_dtype: str = option(
         "auto",
@@ -95,7 +96,8 @@ class CacheSettings:
     host_tokens: int | None = option(
         None,
         "Tokens of evicted or swapped-out KV kept in host memory (default: up to a quarter of free RAM, on a GPU or "
-        "with swap); raise it when prefix hits are lost to eviction; 0 turns it off.",
+        "with swap); raise it when prefix hits are lost to eviction; 0 turns it off. If layers have a sliding "
+        "window, evicted KV is not kept.",
     )
     disk_cache: str | None = option(
         None, "A folder on a fast disk for cached KV that host memory has no room for; set it for long sessions."

@@ -1,7 +1,7 @@
 """Step and StepResult: one forward pass in numbers, and its results.
 
 A step is all that an executor is told. It holds no object of the scheduler, so it can be sent to another process,
-recorded to a file and replayed. A row is a sequence's place on the device: its tokens, block table and sampling
+recorded to a file and replayed. A row is a sequence's place on the device: its tokens, block tables and sampling
 parameters are kept there from the step that places it until another sequence is placed in the same row.
 """
 
@@ -37,7 +37,7 @@ class Newcomer(NamedTuple):
     row: int
     index: int  # type: ignore[assignment]  # of the request's answers: siblings draw different tokens
     tokens: list[int]  # prompt and answer so far
-    blocks: list[int]
+    tables: list[list[int]]  # blocks in each group of layers
     sampling: Sampling
 
 
@@ -64,6 +64,7 @@ class Step:
     table_rows: list[int] = field(default_factory=list)
     table_places: list[int] = field(default_factory=list)
     table_blocks: list[int] = field(default_factory=list)
+    table_groups: list[int] = field(default_factory=list)  # which table of the row; empty if each row has one
     # Blocks to move before the pass. All sources are read before any target is written. `copies` stay on the device,
     # `saved` go to host memory and `restored` come from there, `spilled` go from host memory to disk, and `loaded` come
     # from disk to the device.
@@ -87,8 +88,8 @@ class Step:
         samplings = [_read_sampling(each) for each in found.get("samplings", ())]
         step = Step(**{name: value for name, value in found.items() if name != "samplings"})
         step.newcomers = [
-            Newcomer(row, index, tokens, blocks, samplings[number])
-            for row, index, tokens, blocks, number in found.get("newcomers", ())
+            Newcomer(row, index, tokens, tables, samplings[number])
+            for row, index, tokens, tables, number in found.get("newcomers", ())
         ]
         for name in ("drafts", "copies", "saved", "restored", "spilled", "loaded"):
             setattr(step, name, list(map(tuple, getattr(step, name))))

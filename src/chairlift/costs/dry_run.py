@@ -42,12 +42,13 @@ def dry_run(
         tables=np.arange(blocks, dtype=np.int32)[None],
     )
     batch = Batch.on(device, host)
+    batch.others = [batch] * (len(decoder.layout.windows) - 1)  # they overwrite each other: no result is used
     if shares:
         no_groups = torch.zeros(1, 5, dtype=torch.int32, device=device)
         batch.shared = SharedPrefixes(no_groups, no_groups[0], no_groups[0], no_groups[0], 0)
     inputs = torch.zeros(tokens, dtype=torch.int32, device=device)
     wanted = np.arange(max(0, tokens - samples), tokens)
-    hidden = decoder.forward(inputs, batch, cache, batch.only(wanted))
+    hidden = decoder.forward(inputs, batch, cache, decoder.select(batch, wanted))
     if not samples:
         return
     logits = decoder.logits(hidden)

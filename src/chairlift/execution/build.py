@@ -113,17 +113,17 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / tried
     scheduling = settings.scheduling
-    window = decoder.window  # blocks that every layer's window has passed are freed
-    caches = settings.cache.prefix_cache and not window
-    host_blocks, disk_blocks = choose_swap_blocks(settings, capacity, device, caches)
+    groups = capacity.groups
+    caches = settings.cache.prefix_cache and not groups.windows[0]  # the first group keeps all blocks, or none does
+    host_blocks, disk_blocks = choose_swap_blocks(settings, capacity, device, caches and groups.is_plain)
     cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
     pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
-    known = PrefixCache(pool, (host, shelf), cost) if caches else None
+    known = PrefixCache(pool, (host, shelf), cost, groups) if caches else None
     disk = None
     if known is not None and settings.cache.disk_cache is not None and disk_blocks:
         disk = DiskBlocks(Path(settings.cache.disk_cache), disk_blocks, capacity.block_bytes)
         known.is_sound = disk.is_sound
-    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, window)
+    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, groups.windows)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
@@ -165,16 +165,16 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     return Limits(sequences, step_tokens, length, config.vocab_size)
 
 
-def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, caches: bool) -> tuple[int, int]:
-    """Return the numbers of host and disk blocks for swapped or evicted KV; 0 where the settings use none."""
-    chosen, size = settings.cache, capacity.block_size
-    swaps, spills = settings.scheduling.preemption != "recompute", caches and chosen.disk_cache is not None
+def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, shelves: bool) -> tuple[int, int]:
+    """Return the numbers of host and disk blocks for swapped KV and, with `shelves`, evicted KV; 0: unused."""
+    chosen, size, groups = settings.cache, capacity.block_size, len(capacity.groups.windows)
+    swaps, spills = settings.scheduling.preemption != "recompute", shelves and chosen.disk_cache is not None
     affordable = available_memory() // 4
     host = 0  # on a CPU the KV cache is host memory itself
-    if not swaps and not caches:
+    if not swaps and not shelves:
         return 0, 0
     if chosen.host_tokens is not None:
-        host = -(-chosen.host_tokens // size)
+        host = -(-chosen.host_tokens // size) * groups
     elif swaps or spills:
         host = min(capacity.blocks, affordable // capacity.block_bytes)
     elif device.type == "cuda":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.errors import CapacityError
 from chairlift.core.limits import Limits
 from chairlift.core.words import counted
@@ -23,23 +25,31 @@ class Capacity:
     """The size of the KV cache."""
 
     blocks: int
-    block_size: int
-    bytes_per_token: int
+    block_bytes: int  # in the layers of one group
+    bytes_per_token: int  # in all layers
+    groups: CacheGroups
     max_length: int
 
     @property
-    def tokens(self) -> int:
-        """The number of tokens that fit."""
-        return self.blocks * self.block_size
+    def block_size(self) -> int:
+        """The number of tokens in a block."""
+        return self.groups.block_size
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, in all layers."""
-        return self.block_size * self.bytes_per_token
+    def tokens(self) -> int:
+        """The number of tokens that fit; if layers have a window, in sequences of max_length after their prefill."""
+        if self.groups.is_plain:
+            return self.blocks * self.block_size
+        return self.blocks * self.max_length // replace(self.groups, chunk=1).blocks_of(self.max_length)
+
+    @property
+    def kv_tokens(self) -> int:
+        """The number of tokens whose KV would fit in all layers without regard to windows, as the setting counts."""
+        return self.blocks // len(self.groups.windows) * self.block_size
 
     def __str__(self) -> str:
         full = self.tokens // self.max_length
-        size = self.tokens * self.bytes_per_token / _MIB
+        size = self.blocks * self.block_bytes / _MIB
         requests = counted(full, "request")
         return f"{self.tokens:,} tokens ({size:,.0f} MiB), {requests} of the full {self.max_length:,} tokens"
 
@@ -59,27 +69,29 @@ def plan_capacity(
     decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
 ) -> Capacity:
     """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit."""
-    per_token = decoder.kv_bytes_per_token(kv_dtype)
+    windows, per_block = decoder.layout.windows, decoder.kv_bytes_per_block(block_size, kv_dtype)
+    groups = CacheGroups(windows, block_size, limits.step_tokens)
+    needed = groups.blocks_of(limits.max_length)
     # The blocks of a full batch of full-length sequences, and a few that admission keeps free.
-    useful = limits.max_sequences * -(-limits.max_length // block_size) * 102 // 100 + 1
+    useful = limits.max_sequences * needed * 102 // 100 + 1
     free = _free_bytes(decoder, limits, block_size, kv_dtype, memory_share)
     if kv_tokens is not None:
-        blocks = -(-kv_tokens // block_size)
-        if blocks * block_size * per_token > free:
+        blocks = len(windows) * -(-kv_tokens // block_size)
+        if blocks * per_block > free:
             raise CapacityError(
-                f"a KV cache of {kv_tokens:,} tokens takes {kv_tokens * per_token / _MIB:,.0f} MiB and "
+                f"a KV cache of {kv_tokens:,} tokens takes {blocks * per_block / _MIB:,.0f} MiB and "
                 f"{free / _MIB:,.0f} MiB are free for it: lower kv_tokens or use a smaller model"
             )
     else:
-        blocks = min(useful, max(0, free) // (per_token * block_size))
-    capacity = Capacity(blocks, block_size, per_token, limits.max_length)
-    if capacity.tokens < limits.max_length:
+        blocks = min(useful, max(0, free) // per_block)
+    if blocks < needed:
+        longest = bisect_right(range(limits.max_length), blocks, key=groups.blocks_of) - 1
         raise CapacityError(
             f"one request of max_length {limits.max_length:,} tokens needs "
-            f"{limits.max_length * per_token / _MIB:,.0f} MiB of KV cache, but there is room for {capacity.tokens:,} "
-            f"tokens: set max_length to {capacity.tokens:,} or less, or give the cache more memory"
+            f"{needed * per_block / _MIB:,.0f} MiB of KV cache, but there is room for {longest:,} "
+            f"tokens: set max_length to {longest:,} or less, or give the cache more memory"
         )
-    return capacity
+    return Capacity(blocks, per_block, decoder.kv_bytes_per_token(kv_dtype), groups, limits.max_length)
 
 
 def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, memory_share: float) -> int:

@@ -88,7 +88,8 @@ class TorchExecutor:
         self._host = host
         self._device = decoder.device
         grouping = self._group() if shared_reads else None
-        self._rows = Rows(limits.max_sequences, limits.max_length, cache.block_size, self._device, grouping)
+        groups, size = len(decoder.layout.windows), cache.block_size
+        self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
         self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
         self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
@@ -232,7 +233,8 @@ class TorchExecutor:
             logits, tokens = self._mixed.run(size, flat, shared, wanted, rows, positions)
             return logits, tokens if self._sampler.is_greedy(rows) else None, []
         inputs, batch = self._rows.gather(flat)
-        hidden = self._decoder.forward(inputs, batch, self._cache, None if is_scored else batch.only(wanted))
+        asked = None if is_scored else self._decoder.select(batch, wanted)
+        hidden = self._decoder.forward(inputs, batch, self._cache, asked)
         scores = self._score_prompts(flat, hidden) if is_scored else []
         if is_scored:
             hidden = hidden[self._to_device(wanted)]

@@ -140,7 +140,9 @@ class DecodeGraphs:
         most = capturer.max_sequences
         self._capturer = capturer
         self._sizes = [size for size in LADDER if size < most] + [most]
-        shapes = dict.fromkeys(("rows", "positions", "places", "blocks"), (most,)) | shared_shapes(most)
+        self._changes = most * capturer.rows.groups  # of block tables that a step has room for
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rows", "positions"), (most,))
+        shapes |= dict.fromkeys(("places", "blocks"), (self._changes,)) | shared_shapes(most)
         blank = {"rows": capturer.scratch, "places": capturer.rows.scratch_entry, "blocks": capturer.rows.scratch_block}
         self._inputs = Inputs(capturer.decoder.device, shapes, blank)
         self._captured: dict[tuple[int, bool, bool], Captured] = {}
@@ -167,7 +169,7 @@ class DecodeGraphs:
         if (size, shared is not None, is_greedy) not in self._captured:
             self._capture(size, shared is not None, is_greedy)
         together = {} if shared is None else shared._asdict()
-        changes = self._capturer.rows.take_changes(self._capturer.max_sequences)
+        changes = self._capturer.rows.take_changes(self._changes)
         self._inputs.send(rows=rows, positions=positions, **changes, **together)
         graph, logits, tokens = self._captured[size, shared is not None, is_greedy]
         graph.replay()

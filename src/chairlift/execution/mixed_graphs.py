@@ -105,23 +105,25 @@ class MixedGraphs:
 
     def _step(self, size: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor]:
         capturer, inputs, decodes = self._capturer, self._inputs[size], self._decodes(size)
-        rows, tables = inputs["rows"], capturer.rows.device_tables
+        rows, tables, slices = inputs["rows"], capturer.rows.device_tables, inputs["slices"].long()
+        last = capturer.decoder.layout.groups[-1]  # the sampled tokens alone go through the last layer
         tokens, slots = capturer.rows.tokens_and_slots(rows, inputs["positions"])
         batch = Batch(
             inputs["positions"],
-            slots,
+            slots[0],
             inputs["contexts"][:decodes],
-            tables[inputs["slices"].long()],
+            tables[0, slices],
             host_of(decodes, size),
             shared_in(inputs, decodes) if shares else None,
             inputs["tiles"],
         )
+        batch.others = [batch.beside(own, table[slices]) for own, table in zip(slots[1:], tables[1:], strict=True)]
         wanted, count = inputs["wanted"].long(), inputs["wanted"].numel()
         alone = Batch(
             inputs["positions"][wanted],
-            slots[wanted],
+            slots[last, wanted],
             inputs["wanted_contexts"],
-            tables[rows[wanted].long()],
+            tables[last, rows[wanted].long()],
             host_of(count, count),
         )
         asked = SampledTokens(np.zeros(count, np.int64), wanted, alone)

@@ -18,7 +18,7 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.step import Step, StepResult
 from chairlift.engine.engine import Executor
 
-FORMAT = "chairlift steps 1"
+FORMAT = "chairlift steps 2"  # 2: a block table for each group of layers
 
 
 class RecordingExecutor:

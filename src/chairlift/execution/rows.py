@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -43,14 +43,21 @@ class Rows:
     """
 
     def __init__(
-        self, rows: int, max_length: int, block_size: int, device: torch.device, grouping: Grouping | None = None
+        self,
+        rows: int,
+        max_length: int,
+        block_size: int,
+        device: torch.device,
+        grouping: Grouping | None = None,
+        groups: int = 1,
     ) -> None:
         self.device = device
         self._grouping = grouping  # None: no shared reads
         self._shared: tuple[bytes, HostSharedPrefixes | None] = b"", None  # rows, and their shared prefixes
         self.block_size = block_size
         self.tokens = torch.zeros(rows + 1, max_length + 1, dtype=torch.int32, device=device)
-        self._tables = np.zeros((rows, -(-max_length // block_size)), np.int32)
+        self.groups = groups  # of layers: each has its own table of a sequence
+        self._tables = np.zeros((groups, rows, -(-max_length // block_size)), np.int32)
         # A copy of the tables for captured steps, with one more row, the scratch row, which no sequence has.
         self.device_tables = torch.empty(0)
         self.scratch_block = -1
@@ -60,7 +67,8 @@ class Rows:
     def keep_tables_on_device(self, scratch_block: int) -> None:
         """Keep a copy of all tables on the device from now on."""
         self.scratch_block = scratch_block
-        shape = self._tables.shape[0] + 1, self._tables.shape[1]
+        groups, rows, width = self._tables.shape
+        shape = groups, rows + 1, width
         self.device_tables = torch.full(shape, scratch_block, dtype=torch.int32, device=self.device)
 
     @property
@@ -93,15 +101,18 @@ class Rows:
 
     def _write_tables(self, step: Step) -> None:
         """Update the tables in host memory, and list the changes for the device."""
-        tables, width, places = self._tables, self._tables.shape[1], self._places
-        for row, place, block in zip(step.table_rows, step.table_places, step.table_blocks, strict=True):
-            tables[row, place] = block
-            places.append(row * width + place)
+        tables, places, (_, rows, width) = self._tables, self._places, self._tables.shape
+        groups = step.table_groups or repeat(0, len(step.table_rows))
+        for group, row, place, block in zip(groups, step.table_rows, step.table_places, step.table_blocks, strict=True):
+            tables[group, row, place] = block
+            places.append((group * (rows + 1) + row) * width + place)
         self._changed += step.table_blocks
-        for row, _, _, blocks, _ in step.newcomers:
-            tables[row, : len(blocks)] = blocks
-            places += range(row * width, row * width + len(blocks))
-            self._changed += blocks
+        for newcomer in step.newcomers:
+            for group, blocks in enumerate(newcomer.tables):
+                tables[group, newcomer.row, : len(blocks)] = blocks
+                begin = (group * (rows + 1) + newcomer.row) * width
+                places += range(begin, begin + len(blocks))
+                self._changed += blocks
 
     def take_changes(self, room: int) -> dict[str, np.ndarray]:
         """Return the pending table changes, as inputs of a captured step; more than `room` are written at once."""
@@ -128,36 +139,50 @@ class Rows:
             return None
         key = rows.tobytes()
         if self._shared[0] != key:
-            tables = self._tables[rows, : -(-int(contexts.max()) // self.block_size)]
+            tables = self._tables[0, rows, : -(-int(contexts.max()) // self.block_size)]
             self._shared = key, self._grouping.find(tables, contexts)
         return self._shared[1]
 
     def gather(self, flat: Flat) -> tuple[torch.Tensor, Batch]:
         """Return the input tokens and the flat batch, on the device."""
         rows, _, contexts, owner, positions, decodes = flat
-        tables = self._tables[rows, : -(-int(contexts.max()) // self.block_size)]
-        blocks = tables[owner, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
+        slots, tables = self._slots_and_tables(0, flat)
         host = HostBatch(positions, slots, flat.starts.astype(np.int32), contexts.astype(np.int32), tables)
         batch = Batch.on(self.device, host)
+        for group in range(1, self.groups):
+            slots, tables = self._slots_and_tables(group, flat)
+            on_device = to_device(self.device, slots, tables)
+            batch.others.append(batch.beside(*on_device, host=host._replace(slots=slots, tables=tables)))
         shared = self.find_shared(rows[:decodes], contexts[:decodes])
         if shared is not None:
             items, members, prefixes, parts = to_device(self.device, *shared)
             batch.shared = SharedPrefixes(items, members, prefixes, parts, int(shared.parts.sum()))
         return self.tokens[self._to_device(rows[owner]).long(), batch.positions.long()], batch
 
+    def _slots_and_tables(self, group: int, flat: Flat) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots of all tokens and the block tables of all slices in one group of layers."""
+        tables = self._tables[group, flat.rows, : -(-int(flat.contexts.max()) // self.block_size)]
+        blocks = tables[flat.owner, flat.positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + flat.positions % self.block_size, tables
+
     def tokens_and_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens at rows and positions and the slots of their keys and values, from device memory alone."""
+        """Return the tokens at rows and positions and, for each group of layers, the slots of their keys and values.
+
+        All is read from device memory alone.
+        """
         row, position = rows.long(), positions.long()
-        blocks = self.device_tables[row, position // self.block_size].long()
+        blocks = self.device_tables[:, row, position // self.block_size].long()
         return self.tokens[row, position], blocks * self.block_size + position % self.block_size
 
     def gather_decodes(
         self, rows: torch.Tensor, positions: torch.Tensor, host: HostBatch, shared: SharedPrefixes | None
     ) -> tuple[torch.Tensor, Batch]:
         """Return the input tokens and the batch of decodes, from device memory alone."""
-        tokens, slots, contexts, tables = look_up(rows, positions, self.tokens, self.device_tables, self.block_size)
-        return tokens, Batch(positions, slots, contexts, tables, host, shared)
+        found = [look_up(rows, positions, self.tokens, tables, self.block_size) for tables in self.device_tables]
+        tokens, slots, contexts, tables = found[0]
+        batch = Batch(positions, slots, contexts, tables, host, shared)
+        batch.others = [batch.beside(slots, tables) for _, slots, _, tables in found[1:]]
+        return tokens, batch
 
     def put(self, rows: np.ndarray, positions: np.ndarray, sampled: torch.Tensor) -> None:
         """Append sampled tokens to their rows."""

@@ -41,16 +41,16 @@ class Attention:
     tables: tuple[Any, Any] = field(init=False)  # cosines and sines of `rope` by position
     norm_weights: tuple[Any, Any] | None = field(init=False)
 
-    def store(self, x: Any, layer: int, batch: Batch, cache: KvCache) -> Any:
+    def store(self, x: Any, slot: int, batch: Batch, cache: KvCache) -> Any:
         """Return rotated queries, keys and values [tokens, heads, dim], after writing keys and values to the cache."""
         heads = self.qkv(x).reshape(-1, self.heads + 2 * self.spec.kv_heads, self.spec.head_dim)
         eps = self.norms[0].eps if self.norms else 0.0
-        rotate_and_store(heads, cache, layer, batch, self.tables, self.norm_weights, eps)
+        rotate_and_store(heads, cache, slot, batch, self.tables, self.norm_weights, eps)
         return heads
 
-    def attend(self, qkv: Any, x: Any, layer: int, batch: Batch, cache: KvCache) -> None:
+    def attend(self, qkv: Any, x: Any, slot: int, batch: Batch, cache: KvCache) -> None:
         """Add the attention output of the queries over the cache to x."""
-        seen = paged_attention(qkv, self.heads, cache, layer, batch, self.spec.window, self.scoring)
+        seen = paged_attention(qkv, self.heads, cache, slot, batch, self.spec.window, self.scoring)
         self.output(seen, add_to=x)
 
 
@@ -73,15 +73,15 @@ class Block:
     attention: Attention
     mlp: GatedMlp
 
-    def __call__(self, x: Any, layer: int, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> Any:
-        """Return the residual after the layer, of all tokens or of the `wanted` ones alone."""
-        qkv = self.attention.store(x, layer, batch, cache)
+    def __call__(self, x: Any, slot: int, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> Any:
+        """Return the residual after the layer, of all tokens or of the `wanted` ones alone; its KV is in `slot`."""
+        qkv = self.attention.store(x, slot, batch, cache)
         if wanted is not None:  # the other tokens only have to store their keys and values
             chosen: Any = wanted.on_device if isinstance(x, torch.Tensor) else wanted.host
             x, qkv, batch = x[chosen], qkv[chosen], wanted.batch
             if not x.shape[0]:
                 return x
-        self.attention.attend(qkv, x, layer, batch, cache)
+        self.attention.attend(qkv, x, slot, batch, cache)
         self.mlp(x)
         return x
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from chairlift.models.blocks import Block, CacheSpec
+from chairlift.models.cache_layout import CacheLayout
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
 from chairlift.ops.batch import Batch, SampledTokens
@@ -33,6 +35,7 @@ class Decoder:
         self.embedding = embedding
         self.blocks = blocks
         self.head = head  # including the norm before it
+        self.layout = CacheLayout.of(self.specs)
         self.device = embedding.device
         self.is_compiled = embedding.device.type == "cpu" and embedding.dtype == torch.float32
         # Rounded to the model's dtype before it multiplies, as in Gemma.
@@ -57,12 +60,6 @@ class Decoder:
         return [block.attention.spec for block in self.blocks]
 
     @property
-    def window(self) -> int:
-        """The largest window of all layers, in tokens; 0 if a layer has none."""
-        windows = [spec.window for spec in self.specs]
-        return max(windows) if all(windows) else 0
-
-    @property
     def query_width(self) -> int:
         """Elements of a token's queries in all layers, for counting attention's operations."""
         return sum(block.attention.heads * block.attention.spec.head_dim for block in self.blocks)
@@ -74,19 +71,22 @@ class Decoder:
 
     def kv_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one token's keys and values in all layers, in the model's dtype by default."""
-        return bytes_per_token(*self._kv_shape, dtype or self.config.dtype)
+        return bytes_per_token(len(self.blocks), *self._kv_shape, dtype or self.config.dtype)
+
+    def kv_bytes_per_block(self, block_size: int, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of one block, in the model's dtype by default: it has the layers of one group."""
+        return block_size * bytes_per_token(self.layout.width, *self._kv_shape, dtype or self.config.dtype)
 
     def make_cache(self, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KvCache:
         """Return a KV cache for this decoder, in the model's dtype by default."""
-        layers, kv_heads, head_dim = self._kv_shape
-        kind = dtype or self.config.dtype
-        return KvCache(layers, blocks, kv_heads, head_dim, block_size, kind, self.device, compiled=self.is_compiled)
+        (kv_heads, head_dim), width, kind = self._kv_shape, self.layout.width, dtype or self.config.dtype
+        return KvCache(width, blocks, kv_heads, head_dim, block_size, kind, self.device, compiled=self.is_compiled)
 
     @property
-    def _kv_shape(self) -> tuple[int, int, int]:
+    def _kv_shape(self) -> tuple[int, int]:
         shapes = {(spec.kv_heads, spec.head_dim) for spec in self.specs}
         assert len(shapes) == 1, "layers with keys and values of different shapes would need several caches"
-        return len(self.blocks), *shapes.pop()
+        return shapes.pop()
 
     def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> torch.Tensor:
         """Return the last hidden states [tokens, hidden] of a flat batch, or of the `wanted` tokens alone."""
@@ -94,10 +94,14 @@ class Decoder:
         if self._scale is not None:
             embedded *= self._scale
         x = self._as_array(embedded)  # the residual: layers add to it in place
-        last = len(self.blocks) - 1
-        for layer, block in enumerate(self.blocks):
-            x = block(x, layer, batch, cache, wanted if layer == last else None)
+        last, batches = self.blocks[-1], (batch, *batch.others)
+        for block, group, slot in zip(self.blocks, self.layout.groups, self.layout.slots, strict=True):
+            x = block(x, slot, batches[group], cache, wanted if block is last else None)
         return torch.from_numpy(x) if self.is_compiled else x
+
+    def select(self, batch: Batch, chosen: np.ndarray) -> SampledTokens:
+        """Select the tokens of a batch whose last hidden states `forward` returns."""
+        return (batch, *batch.others)[self.layout.groups[-1]].only(chosen)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits [rows, vocabulary] of some rows' hidden states in the model's dtype; in `out` if given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ class Batch:
     longest_prompt: int = field(init=False)  # longest context of the other slices
     shared: SharedPrefixes | None = None
     cut: torch.Tensor | None = None  # tiles that a captured step reads, in place of `tiles`
+    others: list[Batch] = field(default_factory=list)  # the batch for layers with other block tables, by group from 1
     decode_work: dict[int, Any] = field(default_factory=dict)  # by window: the DecodeWork of decode_cuda
     _tiles: dict[tuple[int, int], tuple[torch.Tensor, list[tuple[int, int]]]] = field(default_factory=dict)
 
@@ -64,6 +65,10 @@ class Batch:
             found, whole = cut_prompts(self.host.starts, self.host.contexts, tokens, long)
             self._tiles[tokens, long] = to_device(self.tables.device, found)[0], whole
         return self._tiles[tokens, long]
+
+    def beside(self, slots: torch.Tensor, tables: torch.Tensor, *, host: HostBatch | None = None) -> Batch:
+        """Return the same batch with other block tables; work that depends on the contexts alone is computed once."""
+        return replace(self, slots=slots, tables=tables, host=host or self.host, others=[])
 
     def only(self, chosen: np.ndarray) -> SampledTokens:
         """Select tokens of the batch, each as a decode of its own."""

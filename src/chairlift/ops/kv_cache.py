@@ -3,7 +3,8 @@
 One tensor [layers, blocks, 2, kv_heads, dim * block_size]. Within a block, keys and values are [block_size, dim]; for
 the compiled CPU kernels keys are transposed to [dim, block_size], so that the scores of a whole block are one vector
 operation per element of a query. In 8 bits (kv_quant.py) the tokens' scales follow the codes, so that copying a block
-copies both.
+copies both. If layers are in groups with block tables of their own (models/cache_layout.py), a block belongs to one
+group, and layers of different groups share a place in the first dimension.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.errors import ChairliftError
-from chairlift.core.prefix_cache import Node, PrefixCache, packed
+from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_node import Node, packed
 from chairlift.core.words import counted
 from chairlift.report.numbers import rounded
 from chairlift.report.tables import table

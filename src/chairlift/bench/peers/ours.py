@@ -34,7 +34,7 @@ class Ours:
         self._watch = Stopwatch(self._llm.engine) if task.profile_steps else None
         self._steps = Path(task.scratch) / STEPS
         if task.record_steps:
-            settings = {**task.settings, "kv_tokens": self._llm.capacity.tokens}
+            settings = {**task.settings, "kv_tokens": self._llm.capacity.kv_tokens}
             file = Path(task.record_steps).open("w", buffering=1)  # noqa: SIM115  # by lines: a signal ends us
             engine = self._llm.engine
             engine._executor = RecordingExecutor(engine._executor, file, task.model, settings)
