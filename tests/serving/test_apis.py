@@ -121,6 +121,13 @@ def test_a_key_may_come_as_x_api_key(slow: Running, path: str) -> None:
     assert slow.get("/metrics", headers={"x-api-key": "sk-key-of-single"}).status_code == 403
 
 
+def test_a_base_url_with_v1_too_many_gets_a_hint(slow: Running) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="an Anthropic client ends without /v1"):
+        Anthropic(base_url=f"{slow.url}/v1", api_key=KEY, max_retries=0).messages.create(
+            model="tiny", messages=MESSAGES, max_tokens=1
+        )
+
+
 @CALLS
 def test_a_request_s_own_state_is_found_by_the_id_of_its_reply(slow: Running, call: Any) -> None:
     with call(slow, stream=True) as stream:

@@ -54,10 +54,10 @@ class Front(ABC):
 
     def in_own_names(self, error: Fields) -> Fields:
         """Return an error object with this API's names of fields in its message and param."""
-        if not self.names:
-            return error
-        message = re.sub(r"\b(" + "|".join(self.names) + r")\b", lambda found: self.names[found[0]], error["message"])
         param: str | None = error["param"]
+        # A name without an underscore may also be a plain word of the message, unless the error is about that field.
+        meant = [name for name in self.names if "_" in name or name == param]
+        message = re.sub(r"\b(" + "|".join(meant) + r")\b", lambda found: self.names[found[0]], error["message"])
         param = None if param is None else self.names.get(param, param)
         first = re.match(r"\w+", message)
         if param is None and first is not None and first[0] in self.fields:

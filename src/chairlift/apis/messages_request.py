@@ -38,7 +38,7 @@ def read_message(raw: Fields, *, is_count: bool = False) -> Fields:
     """Return the body of the chat completion; only a request that counts tokens may lack max_tokens.
 
     >>> read_message({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5})
-    {'messages': [{'role': 'user', 'content': 'Hi'}], 'max_tokens': 5}
+    {'max_tokens': 5, 'messages': [{'role': 'user', 'content': 'Hi'}]}
     """
     for name, reason in _REFUSED.items():
         if raw.get(name):

@@ -38,7 +38,7 @@ _REFUSED = {
 # Without effect on the answer, or read apart.
 _OWN = frozenset(
     {
-        *("input", "instructions", "max_output_tokens", "text", "reasoning", "include", "top_logprobs", "logprobs"),
+        *("input", "instructions", "max_output_tokens", "text", "reasoning", "include", "top_logprobs"),
         *("tools", "tool_choice", "truncation", "store", "background", "stream_options"),
         *("max_tool_calls", "image", "access_programs", *_REFUSED),
     }
@@ -200,6 +200,7 @@ def _read_logprobs(raw: Fields, body: Fields) -> None:
     top = get(raw, "top_logprobs", "a whole number")
     if LOGPROBS in include:
         body["logprobs"] = True
+    if body.get("logprobs"):  # also under the name of chat completions
         _put(body, "top_logprobs", top)
     elif top:
         raise RequestError(f'top_logprobs needs include to have "{LOGPROBS}": add it, or leave top_logprobs out')

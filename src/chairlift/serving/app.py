@@ -110,6 +110,8 @@ class App:
         for meant in (f"/v1{path}", path.removeprefix("/v1")):
             if any(pattern.matches({**scope, "path": meant})[0] is not Match.NONE for pattern, _ in self._patterns):
                 of_client = " The base URL of an OpenAI client ends with /v1" if meant.startswith("/v1/") else ""
+                if meant.startswith("/v1/messages"):
+                    of_client = " The base URL of an Anthropic client ends without /v1"
                 return f"did you mean {meant}?{of_client}"
         return None
 

@@ -330,6 +330,9 @@ def describe(model: str) -> Schema:
         },
         "components": {
             "schemas": {"Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "key_alone": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }

@@ -79,7 +79,7 @@ async def messages(call: Call) -> Response:
 
 async def count_tokens(call: Call) -> Response:
     """Count the tokens of a conversation in the shape of Anthropic's Messages API."""
-    body = await call.translated(lambda raw: read_message(raw, is_count=True))
+    body = await call.read_body(lambda raw: read_message(raw, is_count=True))
     hello, reader = call.service.hello, call.service.reader
     check_model(body.get("model"), call.service.model)
     check_sizes(body)

@@ -110,6 +110,10 @@ class Call:
 
     async def body(self) -> dict[str, Any]:
         """Receive and parse the JSON body, within bounds."""
+        return await self.read_body(lambda body: body)
+
+    async def read_body(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """Receive and parse the JSON body, and return what `read` makes of it; a large one in a thread."""
         most = self.service.max_body
         too_large = invalid(f"the body is larger than {most:,} bytes: send less", status=413, code="body_too_large")
         declared = self.http.headers.get("content-length", "0")
@@ -129,9 +133,11 @@ class Call:
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
-        if len(raw) <= _LARGE_BODY:
-            return read_object(bytes(raw), max_items=_ITEMS)
-        return await asyncio.to_thread(lambda: read_object(bytes(raw), max_items=_ITEMS))
+
+        def parse() -> T:
+            return read(read_object(bytes(raw), max_items=_ITEMS))
+
+        return parse() if len(raw) <= _LARGE_BODY else await asyncio.to_thread(parse)
 
     async def attended(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work; cancel it if the client disconnects."""
@@ -176,15 +182,10 @@ class Call:
             return EventStream(answering, self._chunks(answering, options, front), options, self, front)
         return await self._whole(answering, options, front)
 
-    async def translated(self, read: Callable[[dict[str, Any]], T]) -> T:
-        """Receive the body and read it; a large one in a thread."""
-        raw = await self.body()
-        return await asyncio.to_thread(read, raw) if self.body_bytes > _LARGE_BODY else read(raw)
-
     async def _read(self, front: Front) -> tuple[Options, list[Asked]]:
         """Read the body: options, and prompts ready for the engine."""
         service, chat = self.service, front.is_chat
-        raw, self.repeated = await self.translated(front.read)
+        raw, self.repeated = await self.read_body(front.read)
         hello = service.hello
         body, self.ignored = set_aside_unknown(raw, chat=chat)
         check_model(body.get("model"), service.model)
