@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from anthropic.types import Message as AnthropicMessage
+from anthropic.types import RawMessageStreamEvent
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from chairlift.apis.front import Front
 from chairlift.apis.fronts import CHAT, FRONTS, MESSAGES, RESPONSES
 from chairlift.core.errors import RequestError
-from chairlift.openai.replies import error_object
+from chairlift.openai.chunks import ChatChunks
+from chairlift.openai.replies import chat_completion, error_object, usage
+from chairlift.text.message import MessageFormat
+from chairlift.text.outputs import Answer, Chunk, RequestMetrics, RequestOutput
+from chairlift.text.parsers.reasoning import ReasoningMarkers
+from chairlift.text.parsers.tools import Tool
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 RESPONSE: dict[str, Any] = {
@@ -176,3 +186,91 @@ def test_each_status_has_anthropic_s_type_of_error(status: int, kind: str) -> No
         "error": {"type": kind, "message": "no"},
         "request_id": "id",
     }
+
+
+# ---- a stream says what the whole reply says
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "%s"}}</tool_call>'
+ANSWERS = {
+    "text": "Hello there.",
+    "nothing": "",
+    "reasoning alone": "<think>Hm, let me",
+    "reasoning and text": "<think>Hm.</think>Hello.",
+    "text and calls": "Let me see.\n" + CALL % "Oslo" + "\n" + CALL % "Rome",
+    "everything": "<think>Hm.</think>Let me see." + CALL % "Oslo",
+    "a call that is cut off": '<tool_call>{"name": "weather", "arguments": {"city": "Os',
+}
+
+
+def replies(front: Front, text: str, reason: str, piece: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The whole reply with this text, and the events of its stream in pieces."""
+    form = MessageFormat("hermes", (Tool("weather"),), ReasoningMarkers("<think>", "</think>"))
+    answer = Answer(text=text, token_ids=[5] * 9, finish_reason=reason)
+    output = RequestOutput("", None, [1, 2, 3], [answer], RequestMetrics(0.0, output_tokens=9))
+    _, repeated = front.read(RESPONSE if front is RESPONSES else MESSAGE)
+    whole = front.reply(chat_completion(output, "m", None, None, id="id-1", form=form), repeated)
+    chunks = ChatChunks("id-1", "m", None, [output], usage=True, token_ids=False, top=0, form=form)
+    writer = front.events(chunks.common, repeated, lambda: usage([output]))
+    written = b""
+    for start in range(0, len(text), piece):
+        written += writer.write(list(chunks.of(Chunk(text[start : start + piece], [5]))))
+    written += writer.write(list(chunks.of(Chunk("", [], finish_reason=reason))))
+    written += writer.write([chunks.usage(usage([output]))])
+    events = []
+    for event in written.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return whole, events
+
+
+EVERY_ANSWER = pytest.mark.parametrize(
+    ("text", "reason", "piece"),
+    [
+        pytest.param(text, reason, piece, id=f"{name}, {reason}, {piece}")
+        for name, text in ANSWERS.items()
+        for reason in ("stop", "length")
+        for piece in (1, 7, 1000)
+    ],
+)
+
+
+@EVERY_ANSWER
+def test_a_streamed_response_is_the_whole_one(text: str, reason: str, piece: int) -> None:
+    whole, events = replies(RESPONSES, text, reason, piece)
+    last = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{last['status']}"
+    by_client = TypeAdapter(ResponseStreamEvent)
+    for event in events:
+        by_client.validate_python(event)
+    for response in (whole, last):
+        for item in response["output"]:
+            item["id"] = item["call_id"] = "any"
+        response["created_at"] = response["completed_at"] = 0
+    assert last == whole
+    ended = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in ended] == [item["type"] for item in whole["output"]]
+    assert [event["output_index"] for event in events if event["type"] == "response.output_item.added"] == list(
+        range(len(ended))
+    )
+
+
+@EVERY_ANSWER
+def test_a_streamed_message_is_the_whole_one(text: str, reason: str, piece: int) -> None:
+    whole, events = replies(MESSAGES, text, reason, piece)
+    by_client = TypeAdapter(RawMessageStreamEvent)
+    for event in events:
+        by_client.validate_python(event)
+    started = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in started] == [block["type"] for block in whole["content"]]
+    for index, block in enumerate(whole["content"]):
+        found = [each["delta"] for each in events if each.get("index") == index and "delta" in each]
+        said = "".join(str(delta[name]) for delta in found for name in delta if name != "type")
+        if block["type"] != "tool_use":
+            assert said == block[block["type"]]
+        elif not text.endswith('"Os'):
+            assert json.loads(said) == block["input"]
+    assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    assert events[-2]["usage"] == whole["usage"] == events[0]["message"]["usage"]
+    assert events[-1] == {"type": "message_stop"}
+    AnthropicMessage.model_validate(whole)

@@ -137,6 +137,18 @@ def test_log_probabilities_are_those_of_the_chat_completion(client: OpenAI) -> N
     assert [entry.model_dump() for entry in events[-1].response.output[0].content[0].logprobs] == wanted
 
 
+def test_many_log_probabilities_are_written_by_a_text_process_and_streamed_only_once(client: OpenAI) -> None:
+    params: Any = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "max_output_tokens": 300}
+    scores = {"logprobs": True, "top_logprobs": 20, "max_tokens": 300}
+    expected = chat(client, [{"role": "user", "content": "What is the answer?"}], **scores).logprobs.content
+    found = respond(client, **params).output[0].content[0].logprobs
+    assert [entry.model_dump() for entry in found] == [entry.model_dump() for entry in expected]
+    events = list(respond(client, stream=True, **params))
+    deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.token for entry in deltas] == [entry.token for entry in expected]
+    assert events[-1].response.output[0].content[0].logprobs == []
+
+
 def test_reasoning_is_an_item_of_its_own_streamed_or_not(client: OpenAI) -> None:
     params = {"extra_body": thinking(4), "max_output_tokens": 24}
     reply = respond(client, **params)
