@@ -65,8 +65,10 @@ MAY_IMPORT = {
     },
     "offline": {"offline", "openai", "execution", "engine", "core", "models", "text"},
     "openai": {"openai", "core", "text"},
+    "apis": {"apis", "openai", "core"},
     "serving": {
         "serving",
+        "apis",
         "openai",
         "offline.defaults",
         "offline.vocabulary",

@@ -35,7 +35,7 @@ class Chunks(ABC):
         usage: bool,
         token_ids: bool,
     ) -> None:
-        self._common = {"id": id, "object": self.kind, "created": int(time.time()), "model": model}
+        self.common = {"id": id, "object": self.kind, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._with_usage = usage
@@ -48,10 +48,10 @@ class Chunks(ABC):
 
     def usage(self, used: dict[str, Any]) -> dict[str, Any]:
         """Return the last chunk, with usage and no choices."""
-        return {**self._common, "choices": [], "usage": used}
+        return {**self.common, "choices": [], "usage": used}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._common, "choices": [choice]}
+        chunk = {**self.common, "choices": [choice]}
         if self._with_usage:
             chunk["usage"] = None
         return chunk

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.routing import Route as Pattern
 
+from chairlift.apis.front import CHAT, Front
 from chairlift.core.errors import RequestError
 from chairlift.openai.options import NAME
 from chairlift.openai.replies import new_id
@@ -58,8 +59,11 @@ class App:
             response = Response(status_code=CLIENT_DISCONNECTED)
         except Exception as error:
             failure = self._explain(error, call)
-            response = json_response(failure.body, failure.status, failure.headers)
+            content = front_of(route).error(failure.error, failure.status, call.id)
+            response = json_response(content, failure.status, failure.headers)
         response.headers["X-Request-Id"] = call.id
+        if (header := front_of(route).id_header) is not None:
+            response.headers[header] = call.id
         if call.ignored:
             names = (quote(name[:100], errors="replace")[:200] for name in call.ignored[:20])  # bounds the header
             response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(names)
@@ -106,6 +110,8 @@ class App:
         for meant in (f"/v1{path}", path.removeprefix("/v1")):
             if any(pattern.matches({**scope, "path": meant})[0] is not Match.NONE for pattern, _ in self._patterns):
                 of_client = " The base URL of an OpenAI client ends with /v1" if meant.startswith("/v1/") else ""
+                if meant.startswith("/v1/messages"):
+                    of_client = " The base URL of an Anthropic client ends without /v1"
                 return f"did you mean {meant}?{of_client}"
         return None
 
@@ -122,11 +128,11 @@ class App:
         keyring = self.service.keyring
         if keyring is None or route.access is Access.OPEN:
             return None
-        tenant = keyring.find(http.headers.get("authorization"))
+        tenant = keyring.find(http.headers.get("authorization")) or keyring.find_key(http.headers.get("x-api-key"))
         if tenant is None:
             self.service.metrics.refused("unauthorized")
             raise Failure(
-                "no valid API key: send Authorization: Bearer YOUR_KEY",
+                "no valid API key: send Authorization: Bearer YOUR_KEY, or x-api-key: YOUR_KEY",
                 401,
                 "authentication_error",
                 "invalid_api_key",
@@ -173,9 +179,14 @@ class App:
                 "seconds": round(seconds, 4),
                 "tenant": None if call.tenant is None else call.tenant.name,
                 "code": None if failure is None else failure.code,
-                "why": None if failure is None else failure.body["error"]["message"],  # shortened by `body`
+                "why": None if failure is None else failure.error["message"],  # shortened by `error`
             },
         )
+
+
+def front_of(route: Route | None) -> Front:
+    """Return the API whose shape the errors of a route have: OpenAI's, unless the route has its own."""
+    return CHAT if route is None else route.front
 
 
 def _request_id(http: HttpRequest) -> str:

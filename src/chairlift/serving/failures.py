@@ -29,12 +29,13 @@ class Failure(ChairliftError):  # noqa: N818  # a 429 or 503 only asks for a ret
         return self.message
 
     @property
-    def body(self) -> dict[str, Any]:
+    def error(self) -> dict[str, Any]:
         """OpenAI's error object."""
         message = self.message
         if len(message) > _LONGEST:  # it quotes the wrong value, which may be as long as a body
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
-        return error_object(message, self.kind, self.code, self.param)
+        found: dict[str, Any] = error_object(message, self.kind, self.code, self.param)["error"]
+        return found
 
     @property
     def headers(self) -> dict[str, str]:

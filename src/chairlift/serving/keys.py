@@ -90,8 +90,12 @@ class Keyring:
     def find(self, authorization: str | None) -> Tenant | None:
         """Return the tenant of the key in an Authorization header, or None if the key is not valid."""
         scheme, _, offered = (authorization or "").strip().partition(" ")
-        offered = offered.strip()
-        if scheme.lower() != "bearer" or not offered:
+        return self.find_key(offered) if scheme.lower() == "bearer" else None
+
+    def find_key(self, offered: str | None) -> Tenant | None:
+        """Return the tenant of a key, or None if the key is not valid."""
+        offered = (offered or "").strip()
+        if not offered:
             return None
         digest = hashlib.sha256(offered.encode("utf-8", "surrogatepass")).digest()
         found = None

@@ -253,6 +253,47 @@ _DETOKENIZE: Schema = {
     "required": ["tokens"],
     "properties": {"model": {"type": ["string", "null"]}, "tokens": _IDS},
 }
+_SHARED = ("model", "temperature", "top_p", "top_k", "stream")
+_RESPONSE: Schema = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        **{name: _SAMPLING[name] for name in _SHARED},
+        "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]},
+        "instructions": {"type": ["string", "null"]},
+        "max_output_tokens": _whole(1),
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+        "text": {"type": "object"},
+    },
+}
+_COUNT: Schema = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        "model": _SAMPLING["model"],
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"enum": ["user", "assistant"]}, "content": _CONTENT},
+            },
+        },
+        "system": _CONTENT,
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    },
+}
+_MESSAGES: Schema = {
+    "type": "object",
+    "required": ["messages", "max_tokens"],
+    "properties": {
+        **{name: _SAMPLING[name] for name in _SHARED},
+        **_COUNT["properties"],
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "stop_sequences": {"type": "array", "items": {**_TEXT, "maxLength": LONGEST["stop"]}, "maxItems": MOST["stop"]},
+    },
+}
 _ERROR: Schema = {
     "type": "object",
     "required": ["error"],
@@ -315,7 +356,8 @@ def describe(model: str) -> Schema:
     one_model = _get("The model by its name", "401", "404")
     one_model["get"]["parameters"] = [named]
     one_request = _get("The state of a request, and why it waits", "401", "404", "429", "503")
-    one_request["get"]["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    by_id: list[Schema] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    one_request["get"]["parameters"] = by_id
     reset = {"summary": "Empty the prefix cache"}
     answers = _reply({"application/json": {"type": "object"}}, "401", "403", "429", "503")
     return {
@@ -337,9 +379,19 @@ def describe(model: str) -> Schema:
             "/metrics": _get("Metrics for Prometheus", "401", "403", kind="text/plain"),
             "/reset_prefix_cache": {"post": {**reset, "responses": answers}},
             "/openapi.json": _get("This description"),
+            "/v1/responses": _post("An answer, in OpenAI's Responses API", _RESPONSE, *more, streams=True),
+            "/v1/responses/{id}": {
+                method: {"summary": "Refused", "parameters": by_id, "responses": _reply({}, "401", "404")}
+                for method in ("get", "delete")
+            },
+            "/v1/messages": _post("An answer, in Anthropic's Messages API", _MESSAGES, *more, streams=True),
+            "/v1/messages/count_tokens": _post("The tokens of a conversation, in that API", _COUNT, "429"),
         },
         "components": {
             "schemas": {"Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "key_alone": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }

@@ -7,9 +7,11 @@ decodes them: writing 64 alternatives for each of 1,000 tokens takes a second.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from chairlift.apis.fronts import CHAT, FRONTS
 from chairlift.core.constraint import Thinking
 from chairlift.core.step import TokenLogprobs
 from chairlift.openai.replies import chat_completion, text_completion
@@ -57,6 +59,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
     no_output: bool = False
     form: MessageFormat = PLAIN
     thinking: Thinking | None = None
+    front: str = CHAT.name
+    repeated: dict[str, Any] = {}  # fields of the request that the front's reply repeats
 
     @property
     def weight(self) -> int:
@@ -80,6 +84,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
             reply = chat_completion(
                 outputs[0], self.model, self.top, tokenizer, id=self.id, token_ids=self.token_ids, form=self.form
             )
+            reply = FRONTS[self.front].reply(reply, self.repeated)
         else:
             reply = text_completion(
                 outputs,

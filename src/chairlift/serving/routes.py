@@ -10,16 +10,20 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 
 from chairlift import __version__
-from chairlift.core.errors import RequestError
+from chairlift.apis.front import Front
+from chairlift.apis.fronts import CHAT, COMPLETION, FRONTS, MESSAGES, RESPONSES
+from chairlift.apis.messages_request import read_message
+from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.openai.options import NAME
 from chairlift.openai.params import get
+from chairlift.openai.tools import read_tools
 from chairlift.serving.asking import INLINE, check_sizes
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
 from chairlift.serving.messages import Explained
 from chairlift.serving.openapi import describe
 from chairlift.serving.service import Call, check_model, json_response
-from chairlift.serving.text_jobs import Chat, Detokenize, Encode, Room, Tokenize
+from chairlift.serving.text_jobs import Chat, Detokenize, Encode, Encoded, Room, Tokenize
 
 
 class Access(Enum):
@@ -43,16 +47,49 @@ class Route:
     path: str
     access: Access
     endpoint: Endpoint
+    front: Front = CHAT  # the API whose shape its errors have
 
 
 async def chat_completions(call: Call) -> Response:
     """Generate the next message of a conversation."""
-    return await call.generate(chat=True)
+    return await call.generate(CHAT)
 
 
 async def completions(call: Call) -> Response:
     """Generate the continuation of a text."""
-    return await call.generate(chat=False)
+    return await call.generate(COMPLETION)
+
+
+async def responses(call: Call) -> Response:
+    """Generate an answer in the shape of OpenAI's Responses API."""
+    return await call.generate(RESPONSES)
+
+
+async def response(call: Call) -> Response:
+    """Reject: responses are not stored."""
+    name = call.http.path_params["id"][:128]
+    message = f"there is no response {name!r}: this server stores none; keep the reply, and send what follows as input"
+    raise invalid(message, status=404, code="not_stored")
+
+
+async def messages(call: Call) -> Response:
+    """Generate an answer in the shape of Anthropic's Messages API."""
+    return await call.generate(MESSAGES)
+
+
+async def count_tokens(call: Call) -> Response:
+    """Count the tokens of a conversation in the shape of Anthropic's Messages API."""
+    body = await call.read_body(lambda raw: read_message(raw, is_count=True))
+    hello, reader = call.service.hello, call.service.reader
+    check_model(body.get("model"), call.service.model)
+    check_sizes(body)
+    job = reader.chat_job(body, Room(hello.max_length), use=read_tools(body))
+    encoded = await reader.do(job, INLINE + 1, call.attended)
+    assert isinstance(encoded, Encoded)
+    [prompt] = encoded.prompts
+    if prompt.is_estimate:
+        raise ContextLengthError(prompt.count, None, hello.max_length, is_estimate=True)
+    return json_response({"input_tokens": prompt.count})
 
 
 async def models(call: Call) -> Response:
@@ -82,7 +119,7 @@ async def request(call: Call) -> Response:
     name = call.http.path_params["id"]
     tenant = None if call.tenant is None or call.tenant.is_admin else call.tenant.name
     # Some clients only show the id of the reply, which is the request's id after a prefix.
-    for wanted in dict.fromkeys((name, name.removeprefix("chatcmpl-"), name.removeprefix("cmpl-"))):
+    for wanted in dict.fromkeys([name, *(name.removeprefix(front.prefix) for front in FRONTS.values())]):
         found = await _explain(call, wanted, tenant) if NAME.fullmatch(wanted) else None
         if found is not None and found.answers:
             return json_response(
@@ -210,6 +247,11 @@ async def openapi(call: Call) -> Response:
 ROUTES = (
     Route("POST", "/v1/chat/completions", Access.USER, chat_completions),
     Route("POST", "/v1/completions", Access.USER, completions),
+    Route("POST", "/v1/responses", Access.USER, responses, RESPONSES),
+    Route("GET", "/v1/responses/{id}", Access.USER, response, RESPONSES),
+    Route("DELETE", "/v1/responses/{id}", Access.USER, response, RESPONSES),
+    Route("POST", "/v1/messages", Access.USER, messages, MESSAGES),
+    Route("POST", "/v1/messages/count_tokens", Access.USER, count_tokens, MESSAGES),
     Route("GET", "/v1/models", Access.USER, models),
     Route("GET", "/v1/models/{name:path}", Access.USER, model),
     Route("GET", "/v1/requests/{id}", Access.USER, request),

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from chairlift.apis.front import Front
 from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
 from chairlift.openai.options import Options, check_stream, read_options
 from chairlift.openai.params import set_aside_unknown
@@ -43,7 +44,6 @@ _LARGE_BODY = 20_000  # bytes of JSON above which parsing runs in a thread, to k
 _ITEMS = 400_000  # of all lists and objects in a body: enough for a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
 _BODIES = 256 << 20  # bytes of all bodies in memory whose requests are not admitted yet
-_DONE = b"data: [DONE]\n\n"
 CLIENT_DISCONNECTED = 499  # never sent: for logs and metrics
 
 
@@ -91,6 +91,7 @@ class Call:
     outputs: list[RequestOutput] = field(default_factory=list)  # for traces
     scores: int = 0  # log-probabilities held in the budget, until closed
     answering: Answering | None = None
+    repeated: dict[str, Any] = field(default_factory=dict)  # fields of the body that the reply repeats
     _held: int = 0  # bytes of its body that are counted in held_bytes
 
     @property
@@ -109,6 +110,10 @@ class Call:
 
     async def body(self) -> dict[str, Any]:
         """Receive and parse the JSON body, within bounds."""
+        return await self.read_body(lambda body: body)
+
+    async def read_body(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """Receive and parse the JSON body, and return what `read` makes of it; a large one in a thread."""
         most = self.service.max_body
         too_large = invalid(f"the body is larger than {most:,} bytes: send less", status=413, code="body_too_large")
         declared = self.http.headers.get("content-length", "0")
@@ -128,9 +133,11 @@ class Call:
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
         self.body_bytes = len(raw)
-        if len(raw) <= _LARGE_BODY:
-            return read_object(bytes(raw), max_items=_ITEMS)
-        return await asyncio.to_thread(lambda: read_object(bytes(raw), max_items=_ITEMS))
+
+        def parse() -> T:
+            return read(read_object(bytes(raw), max_items=_ITEMS))
+
+        return parse() if len(raw) <= _LARGE_BODY else await asyncio.to_thread(parse)
 
     async def attended(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work; cancel it if the client disconnects."""
@@ -157,12 +164,12 @@ class Call:
 
     # ---- generating
 
-    async def generate(self, *, chat: bool) -> Response:
-        """Serve a chat or a plain completion, streamed or not."""
+    async def generate(self, front: Front) -> Response:
+        """Serve a request of an API that generates, streamed or not."""
         service = self.service
-        options, asked = await self._read(chat=chat)  # the body is freed before the request waits
+        options, asked = await self._read(front)  # the body is freed before the request waits
         timeout = options.timeout if options.timeout is not None else service.timeout
-        terms = self._terms(options, "chat" if chat else "completions")
+        terms = self._terms(options, "chat" if front.is_chat else "completions")
         tokenizer, backlog = service.reader.tokenizer, self.backlog
         answering = Answering(service.client, service.metrics, tokenizer, terms, timeout, options.stream, backlog)
         self.answering = answering
@@ -171,15 +178,14 @@ class Call:
         self.outputs = answering.outputs
         if answering.failure is not None:  # the engine has just ended: even a stream can still get an error status
             raise answering.failure
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{self.id}"
         if options.stream:
-            return EventStream(answering, self._chunks(answering, options, name, chat), options, self.id)
-        return await self._whole(answering, options, name, chat)
+            return EventStream(answering, self._chunks(answering, options, front), options, self, front)
+        return await self._whole(answering, options, front)
 
-    async def _read(self, *, chat: bool) -> tuple[Options, list[Asked]]:
+    async def _read(self, front: Front) -> tuple[Options, list[Asked]]:
         """Read the body: options, and prompts ready for the engine."""
-        service = self.service
-        raw = await self.body()
+        service, chat = self.service, front.is_chat
+        raw, self.repeated = await self.read_body(front.read)
         hello = service.hello
         body, self.ignored = set_aside_unknown(raw, chat=chat)
         check_model(body.get("model"), service.model)
@@ -238,16 +244,16 @@ class Call:
                 "priority",
             )
 
-    async def _whole(self, answering: Answering, options: Options, name: str, chat: bool) -> Response:
+    async def _whole(self, answering: Answering, options: Options, front: Front) -> Response:
         """Wait for all answers and return the reply; abort if the client disconnects."""
         try:
             await self.attended(answering.finish())
         finally:
             answering.abort()
         reply = Reply(
-            name,
+            front.prefix + self.id,
             self.service.model,
-            chat,
+            front.is_chat,
             answering.generations[0].asked.params.logprobs,
             [generation.part() for generation in answering.generations],
             self._shows_ids(options),
@@ -255,14 +261,16 @@ class Call:
             options.no_output,
             answering.generations[0].asked.form,
             answering.generations[0].asked.thinking,
+            front.name,
+            self.repeated,
         )
         return await self.written(reply, reply.weight)
 
-    def _chunks(self, answering: Answering, options: Options, name: str, chat: bool) -> Chunks:
+    def _chunks(self, answering: Answering, options: Options, front: Front) -> Chunks:
         prompts = [output for output in answering.outputs for _ in output.outputs]
-        common = (name, self.service.model, self.service.reader.tokenizer, prompts)
+        common = (front.prefix + self.id, self.service.model, self.service.reader.tokenizer, prompts)
         shown = {"usage": options.include_usage, "token_ids": self._shows_ids(options)}
-        if chat:
+        if front.is_chat:
             asked = answering.generations[0].asked
             return ChatChunks(*common, top=asked.params.logprobs or 0, form=asked.form, **shown)
         return TextChunks(*common, echo=options.echo, no_output=options.no_output, **shown)
@@ -271,12 +279,13 @@ class Call:
 class EventStream(Response):
     """A streamed reply: it ends with the last answer, or when the client disconnects."""
 
-    def __init__(self, answering: Answering, chunks: Chunks, options: Options, id: str) -> None:
+    def __init__(self, answering: Answering, chunks: Chunks, options: Options, call: Call, front: Front) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
-        self._answering, self._chunks, self._options, self._id = answering, chunks, options, id
+        self._answering, self._chunks, self._options, self._id = answering, chunks, options, call.id
+        self._writer = front.events(chunks.common, call.repeated, self._used)
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
         """Send the stream."""
@@ -298,10 +307,16 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Failure as failure:
             log.warning("a request failed after its stream began: %s", failure, extra={"request_id": self._id})
-            await send({"type": "http.response.body", "body": sse(failure.body), "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": self._writer.fail(failure.error, failure.status),
+                    "more_body": True,
+                }
+            )
         await until_read(send)
         self._answering.release()
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._writer.last, "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
         async for pieces in self._answering.pieces():
@@ -310,9 +325,9 @@ class EventStream(Response):
                 used = self._used()
                 found = [{**chunk, "usage": used} for chunk in found]
             if found:
-                yield b"".join(map(sse, found))
+                yield self._writer.write(found)
         if self._options.include_usage:
-            yield sse(self._chunks.usage(self._used()))
+            yield self._writer.write([self._chunks.usage(self._used())])
 
     def _used(self) -> dict[str, Any]:
         """Return the usage so far: tokens of all prompts and answers."""
@@ -374,8 +389,3 @@ def check_model(asked: object, served: str) -> None:
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a JSON response, encoded by msgspec."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
-
-
-def sse(content: Any) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
