@@ -134,6 +134,7 @@ def test_no_request_starves(policy: str, gate: str, prefill: str, floods: int) -
         ("deadline", "continuous", "chunked", "pairs"),
         ("fcfs", "continuous", "prefill-first", "one token"),
         ("fair", "continuous", "chunked", "short"),
+        ("multibin", "dynamic", "whole", "one token of long prompts"),
     ],
 )
 def test_what_once_starved_a_request_does_not(policy: str, gate: str, prefill: str, kind: str) -> None:

@@ -38,6 +38,7 @@ class Planner:
         self.gate = gate
         self.prefill = prefill
         self.drafter: Drafter | None = None  # the next step checks all its proposals at once
+        self._members = 0  # sequences that the batch of a closing gate has admitted
         self.blocked_by = ""  # what kept the next request out of the last plan: rows, blocks, tokens or the gate
         self.is_input_over = False  # no other request is expected: a batch need not wait until it is full
         self._limits = limits
@@ -195,6 +196,7 @@ class Planner:
         if self.gate.closes:
             if not self._running:
                 self._waiting.keep_lane(self._limits.max_sequences, now)
+                self._members = 0
             if not self.gate.is_open(self._gate_view(now), now):
                 self.blocked_by = "gate"
                 return
@@ -211,8 +213,12 @@ class Planner:
                     self.blocked_by = "tokens"
                     break
                 self._batch.admit(step, sequence, now)
+                self._members += sequence.group.rows
                 for each in list(sequence.group.members):
                     self._add_chunk(step, each)
+                if self.gate.closes and self._members >= self._limits.max_sequences:
+                    # Its first members may have ended already: a batch that went on filling would never end.
+                    self.blocked_by = "gate"
         if self.blocked_by != "tokens":  # a request that lacks tokens may join the same batch in the next step
             self.gate.close()
 
