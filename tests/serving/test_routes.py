@@ -199,7 +199,7 @@ def test_hostile_names_of_fields_do_no_harm_in_a_header(server: Running) -> None
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        (COMPLETION, "suffix", "the end"),
+        (CHAT, "suffix", "the end"),
         (COMPLETION, "tools", [{"type": "function", "function": {"name": "f"}}]),
         (CHAT, "functions", [{"name": "f"}]),
         (CHAT, "modalities", ["text", "audio"]),
@@ -466,13 +466,13 @@ def test_a_path_without_v1_or_with_one_too_many_gets_a_hint(
 @pytest.mark.parametrize("form", ["json", "words"])
 def test_the_log_says_why_a_request_was_refused_in_one_line(tiny_model: Path, form: str) -> None:
     with running(tiny_model, "--log-format", form, fake=True) as server:
-        server.post(COMPLETION, {"prompt": "x", "suffix": "y"})
+        server.post(COMPLETION, {"prompt": "x", "documents": [{"a": 1}]})
         server.post(COMPLETION, {"prompt": "x", "model": "x\n200 forged\x1b[2J" + "y" * 100_000})
         server.get("/nothing%0AGET%20/forged%20200")
         server.get("/health")
         server.wait_until(lambda: "/health 200" in server.logged())
         lines = server.logged().splitlines()[-4:]
-    assert "suffix is not supported" in lines[0]
+    assert "documents is not supported" in lines[0]
     assert "model_not_found" in lines[1] and "there is no model" in lines[1] and len(lines[1]) < 1000
     assert "unknown_route" in lines[2]
     assert lines[3].count("why") == 0

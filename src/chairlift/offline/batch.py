@@ -21,6 +21,7 @@ from chairlift.offline.batch_output import BatchOutput, Report, Tally, check_out
 from chairlift.openai import params as asked
 from chairlift.openai import replies
 from chairlift.openai.conversation import read_messages
+from chairlift.text.infill import fill_in
 
 if TYPE_CHECKING:
     from chairlift.offline.llm import LLM, Prompt
@@ -207,7 +208,10 @@ def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]
         )
         return Job(line, custom_id, True, params, [prompt])
     params = asked.read_completion_params(body, llm.defaults.values)
-    return Job(line, custom_id, False, params, list(asked.read_prompts(body)))
+    prompts = asked.read_prompts(body)
+    if suffix := asked.read_suffix(body, prompts):
+        prompts = [fill_in(str(prompt), suffix, llm.get_tokenizer()) for prompt in prompts]
+    return Job(line, custom_id, False, params, list(prompts))
 
 
 def _write_answer(job: Job, llm: LLM, model: str, output: BatchOutput) -> None:

@@ -56,7 +56,6 @@ REFUSED: dict[str, RefusedField] = {
     "audio": RefusedField((), _TEXT_ONLY),
     "media_io_kwargs": RefusedField(({},), _TEXT_ONLY),
     "mm_processor_kwargs": RefusedField(({},), _TEXT_ONLY),
-    "suffix": RefusedField(("",), _NO),
     "verbosity": RefusedField(("medium",), 'not supported: use "medium", or leave it out and ask in the prompt'),
     "moderation": RefusedField((), _NO),
     "web_search_options": RefusedField((), _NO),
@@ -78,6 +77,7 @@ REFUSED: dict[str, RefusedField] = {
     },
 }
 REFUSED_IN_CHAT = {
+    "suffix": RefusedField(("",), "not supported in chats: leave it out, or use /v1/completions"),
     "echo": RefusedField((False,), "not supported in chats: leave it out, or use /v1/completions"),
     "add_special_tokens": RefusedField((False,), "not supported in chats: the chat template writes special tokens"),
 }

@@ -74,7 +74,7 @@ _CHAT = frozenset(
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     }
 )
-_COMPLETION = frozenset({"prompt", "echo"})
+_COMPLETION = frozenset({"prompt", "echo", "suffix"})
 # Fields that openai/options.py reads.
 _SERVED = frozenset({"timeout", "priority", "ttft", "cache_salt", "request_id", "return_token_ids"})
 
@@ -142,6 +142,14 @@ def read_prompts(body: Body) -> list[str | list[int]]:
         if all(isinstance(each, str) or _CHECKS["a list of whole numbers"](each) for each in prompt):
             return prompt
     raise RequestError("prompt must be a string, a list of token ids, or a list of such strings or lists")
+
+
+def read_suffix(body: Body, prompts: list[str | list[int]]) -> str:
+    """Read the text that follows the answer, or ""."""
+    suffix: str = get(body, "suffix", "a string") or ""
+    if suffix and not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("suffix needs a prompt that is text: send the prompt as a string, or leave suffix out")
+    return suffix
 
 
 def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:

@@ -20,6 +20,7 @@ from chairlift.openai.params import (
     read_chat_params,
     read_completion_params,
     read_prompts,
+    read_suffix,
     read_template_options,
     read_thinking,
 )
@@ -28,6 +29,7 @@ from chairlift.serving.generation import Asked
 from chairlift.serving.messages import Hello
 from chairlift.serving.text_jobs import Chat, CheckGrammar, Encode, Encoded, Job, Prompt, Room, estimate, perform
 from chairlift.serving.text_pool import TextPool
+from chairlift.text.infill import fill_in
 from chairlift.text.message import Family
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
@@ -120,6 +122,8 @@ class Reader:
         params = read_completion_params(body, self.defaults)
         self._require_for_words(params)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if suffix := read_suffix(body, prompts):
+            texts = [fill_in(text, suffix, self.require_tokenizer()) for text in texts]
         room = room_of(hello, params)
         self._check_texts(texts, room, params, hello)
         encoded = Encoded([], [])

@@ -234,6 +234,11 @@ _COMPLETION: Schema = {
             ]
         },
         "echo": _SWITCH,
+        "suffix": {
+            **_TEXT,
+            "type": ["string", "null"],
+            "description": "What follows the answer.",
+        },
         "logprobs": _whole(0, 64),
     },
 }
