@@ -126,7 +126,7 @@ def test_one_that_is_ended_early_keeps_each_token_once(llm: LLM, cases: list[Cas
     case = next(case for case in cases if case.params.max_tokens == 7 and case.params.width == 1)
     lengths = set()
     for steps in range(10):
-        track = llm._submit(*llm._reader.encode(case.prompt), replace(case.params, prompt_logprobs=0))
+        track = llm._submit(llm._reader.encode(case.prompt), replace(case.params, prompt_logprobs=0))
         for _ in range(steps):
             llm._driver.step()
         llm._driver.abort_unfinished([track])

@@ -137,7 +137,7 @@ def test_tokens_that_nobody_streams_are_read_at_the_end(llm: LLM, monkeypatch: p
 def test_one_that_is_ended_keeps_what_had_come(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     whole = llm.generate(PROMPT, params)[0].outputs[0]
-    track = llm._submit(*llm._reader.encode(PROMPT), params)
+    track = llm._submit(llm._reader.encode(PROMPT), params)
     while not track.output.metrics.first_token:
         llm._driver.step()
     for _ in range(4):

@@ -445,7 +445,7 @@ def test_an_engine_is_replaced_after_the_folder_of_its_sockets_was_removed(tiny_
         shutil.rmtree(folder)
         assert server.post(COMPLETION, ONE).status_code == 200, "the engine that is connected stays so"
         os.kill(server.engine_pid(), signal.SIGKILL)
-        server.wait_until(lambda: not server.is_healthy(), 20)
+        server.wait_until(lambda: "the engine process ended" in server.logged(), 20)
         server.wait_until(server.is_healthy, 60)
         for _ in range(8):  # by either process
             server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200, 60)

@@ -196,7 +196,7 @@ def test_a_stuck_engine_is_told_in_time_and_holds_few_questions(server: Running)
 
 def test_any_http_process_answers_for_all(tiny_model: Path) -> None:
     environment = {
-        "FAKE_STEP": "0.2"
+        "FAKE_STEP": "0.5"
     }  # the request must outlast every try to reach the process that does not stand still
     with running(tiny_model, "--api-workers", "2", "--policy", "fair", fake=True, environment=environment) as server:
         assert any("warning: the fair policy shares among the tenants of API keys" in line for line in server.lines)

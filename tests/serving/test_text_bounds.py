@@ -282,6 +282,7 @@ def test_log_probabilities_of_all_requests_under_way_are_bounded(scoring: Runnin
     refused = next(reply for reply in replies if reply.status_code == 429)
     assert refused.json()["error"]["code"] == "too_many_logprobs"
     assert int(refused.headers["retry-after"]) >= 1
+    assert scoring.metric("requests_refused_total", reason="too_many_logprobs") == 2
     assert scoring.post(COMPLETION, body).status_code == 408, "those that have ended are not counted"
 
 

@@ -151,7 +151,8 @@ class Memory:
         """
         if self._is_plain:
             return
-        start = sequence.computed - sequence.unchecked  # the least that it may be rewound to
+        # The least that it may be rewound to: rejected drafts, or candidates of a beam that is preempted, come again.
+        start = sequence.computed - (sequence.in_flight if sequence.is_search else sequence.unchecked)
         for table, window in zip(sequence.tables, self.groups.windows, strict=True):
             self.pool.free_front(table, self.groups.first_block(window, start))
 

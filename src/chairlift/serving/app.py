@@ -21,6 +21,7 @@ from chairlift.openai.replies import new_id
 from chairlift.serving.body import BodyError
 from chairlift.serving.failures import Failure, from_request, invalid, unavailable
 from chairlift.serving.keys import Tenant
+from chairlift.serving.metrics import OVERLOADED
 from chairlift.serving.routes import ROUTES, Access, Route
 from chairlift.serving.service import CLIENT_DISCONNECTED, Call, EventStream, Service, json_response, send_reply
 
@@ -80,6 +81,8 @@ class App:
     def _explain(self, error: Exception, call: Call) -> Failure:
         """Return the error that is sent to the client; an unexpected one is logged."""
         if isinstance(error, Failure):
+            if error.code in OVERLOADED:
+                self.service.metrics.refused(error.code)
             return error
         if isinstance(error, RequestError | BodyError):
             self.service.metrics.refused("invalid")

@@ -25,7 +25,10 @@ REASONS = ("stop", "length", "abort", "error")
 WAITS = ("rows", "blocks", "tokens", "gate")  # the scheduler's reasons not to admit the next request
 NOT_PLANNED = "next_step"  # no reason: the requests arrived after the last step was planned
 CHOICES = ("policy", "batching", "prefill", "preemption", "predictor")
+# Error codes of requests that would exceed a bound on memory.
+OVERLOADED = ("too_many_bodies", "text_queue_full", "too_many_logprobs")
 REFUSALS = (
+    *OVERLOADED,
     "queue_full",
     "long_wait",
     "tenant_limit",
