@@ -111,7 +111,7 @@ def read_string(part: Mapping[str, Any], name: str, place: str) -> str:
     return value
 
 
-# Fields of a chat completion whose results these APIs cannot show, with the values that ask for none.
+# Fields of a chat completion with results that these APIs cannot show, and their values without effect.
 _NOT_SHOWN: Mapping[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
 
 

@@ -18,7 +18,7 @@ from chairlift.core.settings import Settings, options
 if TYPE_CHECKING:
     from chairlift.offline.defaults import SamplingDefaults
 
-DEFAULT_MODEL = "smollm2-135m"  # also in models.sources, whose import is slow (torch); a test compares the two
+DEFAULT_MODEL = "smollm2-135m"  # also in models.sources; a test compares the two
 
 _MODEL_HELP = f"A short name, a folder, a .gguf file, or org/name on the Hugging Face hub (default: {DEFAULT_MODEL})."
 Model = Annotated[str, typer.Option("--model", "-m", metavar="NAME", help=_MODEL_HELP, show_default=False)]

@@ -21,7 +21,7 @@ class Admission:
         self._prefixes = prefixes
 
     def check_beams(self, request: Request, limit: int) -> None:
-        """Refuse a beam search whose beams could not all be in memory at once: they run together or not at all."""
+        """Reject a beam search if its beams cannot all be in memory at once: beams run together or not at all."""
         most = request.params.width * self._groups.blocks_of(limit)
         if request.params.use_beam_search and most > self._pool.total:
             raise RequestError(

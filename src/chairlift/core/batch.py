@@ -16,7 +16,7 @@ _by_rank = attrgetter("rank")
 
 
 class RunningBatch:
-    """Every running sequence has a row. A group whose prompt has not forked reserves rows for all its siblings."""
+    """Every running sequence has a row. Until its prompt has forked, a group reserves rows for all its siblings."""
 
     def __init__(self, rows: int, memory: Memory, policy: Policy, waiting: WaitingQueue, counters: Counters) -> None:
         self.running: list[Sequence] = []  # in rank order
@@ -28,7 +28,7 @@ class RunningBatch:
         self._policy = policy
         self._waiting = waiting
         self._counters = counters
-        self._fitting: tuple[StepPlan, Group] | None = None  # the plan, and the search whose beams all fit in it
+        self._fitting: tuple[StepPlan, Group] | None = None  # the plan, and the search with all its beams in it
 
     def blocked_by(self, sequence: Sequence) -> str:
         """Return the resource that keeps a waiting group from being admitted: rows, blocks, or neither."""

@@ -21,7 +21,7 @@ class BlockTable:
         # Positions below this may be written without a call of the pool: their block exists and, from the first
         # position not yet written on, is held by this table alone.
         self.writable = 0
-        self.freed = 0  # entries at its front whose blocks were freed: they are outside the group's attention window
+        self.freed = 0  # entries at its front with freed blocks: these are outside the group's attention window
         self.spare: list[int] | None = None  # reserved blocks without a place; freed ones return here (see reserve)
 
 
@@ -48,7 +48,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """The number of blocks that no table holds, but whose content is kept."""
+        """The number of blocks that no table holds and that keep their content."""
         return len(self._cached)
 
     @property

@@ -223,7 +223,7 @@ class Planner:
             self.gate.close()
 
     def _preempt_for_waiting(self, step: StepPlan, now: float) -> None:
-        """Preempt running sequences for waiting ones, where the policy wants that, and admit these at once."""
+        """Preempt running sequences for waiting ones, where the policy allows it, and admit these at once."""
         while (newcomer := self._waiting.peek(now)) is not None and self._batch.blocked_by(newcomer):
             if newcomer in step.preempted or not self._batch.preempt_for(step, newcomer):
                 return

@@ -81,7 +81,7 @@ class Policy:
         """Return the tokens that each tenant with live requests was served, where it counts them."""
         return {}
 
-    # ---- what it may read and is told
+    # ---- its inputs
 
     cached: Callable[[Sequence], int] = staticmethod(_none)  # tokens of a waiting sequence in the prefix cache
     peek_cached: Callable[[Sequence], int] = staticmethod(_none)  # the same without keeping the path: for `explain`

@@ -169,7 +169,7 @@ class PrefixCache:
                 return
 
     def node_at(self, block: int) -> Node | None:
-        """Return the node whose content a block of the device holds."""
+        """Return the node of a block on the device."""
         return self._nodes[block]
 
     def remove(self, node: Node) -> list[int]:

@@ -21,7 +21,7 @@ class PrefixBinding:
         self.cache = cache
         self._groups = groups
         self._is_plain = groups.is_plain
-        self.running: list[Sequence] = []  # whose answers other sequences may start with
+        self.running: list[Sequence] = []  # other sequences may start with their answers
         self.has_new_tokens = False  # whether answers have grown since they were last inserted
         self.in_flight: list[StepPlan] = []  # steps that have neither been applied nor failed, in order
         self._pool = pool

@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
     """Why a sequence ended."""
 
     STOP = "stop"  # the model, a stop token or a stop string ended it
-    COMPLETE = "complete"  # its constraint allows nothing more; clients are told "stop"
+    COMPLETE = "complete"  # its constraint allows nothing more; replies say "stop"
     LENGTH = "length"  # max_tokens or the context is used up
     ABORT = "abort"  # the client disconnected or cancelled
     ERROR = "error"  # its step failed, or no token could be chosen

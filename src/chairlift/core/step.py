@@ -50,7 +50,7 @@ class Step:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: int = 0  # of all slices
-    # Samples: which row gets a token, and the token of the flat batch whose logits it is chosen from. A prompt that
+    # Samples: which row gets a token, and the token of the flat batch with the logits to choose from. A prompt that
     # forks is sampled once for each sibling. The token's position is one behind that of the flat batch's token.
     sample_rows: list[int] = field(default_factory=list)
     sampled_at: list[int] = field(default_factory=list)

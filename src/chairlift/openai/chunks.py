@@ -111,7 +111,7 @@ class ChatChunks(Chunks):
         """The chunks that carry a piece."""
         if piece.index not in self._started:
             first = self._chunk(self._choice(piece.index, {"role": "assistant", "content": ""}))
-            # All choices have one prompt: it is told once.
+            # All choices have one prompt, which is sent once.
             yield first if self._started else first | self._prompt(piece.index, scores=True)
             self._started.add(piece.index)
         scores = None

@@ -188,7 +188,7 @@ class App:
 
 
 def front_of(route: Route | None) -> Front:
-    """Return the API whose shape the errors of a route have: OpenAI's, unless the route has its own."""
+    """Return the API that determines the shape of a route's errors: OpenAI's, unless the route has its own."""
     return CHAT if route is None else route.front
 
 

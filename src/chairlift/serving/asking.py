@@ -140,7 +140,7 @@ class Reader:
         return [replace(each, grammar=grammar) for each in asked]
 
     def _check_texts(self, texts: list[str], room: Room, params: SamplingParams, hello: Hello) -> None:
-        """Reject a text whose size alone shows that it exceeds the context."""
+        """Reject a text that by its size alone exceeds the context."""
         for text in texts:
             tokenizer = self.require_tokenizer()
             if not text:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("chairlift")
 
-FAULT = 4  # exit code of an engine whose device fails
+FAULT = 4  # exit code of an engine after its device has failed
 _COLLECT_EVERY = 600.0  # seconds between full garbage collections while requests run
 IDLE_MS = 400  # between two heartbeats of an idle engine
 _READERS_MS = 20  # between two checks of HTTP processes that are behind
@@ -66,7 +66,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._compiler = compiler
-        self._compiling: dict[str, tuple[Link, Submit]] = {}  # requests whose grammar is being compiled, by id
+        self._compiling: dict[str, tuple[Link, Submit]] = {}  # requests by id, while their grammars are compiled
         self._hello = hello
         self._beat = Beat(job.beat)
         self._patience = max(PATIENCE, 1.5 * slowest_step)
@@ -189,7 +189,7 @@ class EngineLoop:
         self._submit_request(link, name, order, constraint)
 
     def _take_compiled(self) -> None:
-        """Submit the requests whose grammars are compiled; those that were aborted in between are not found."""
+        """Submit requests with their compiled grammars; requests aborted in between are not found."""
         for name, found in self._compiler.take() if self._compiler is not None else ():
             link, order = self._compiling.pop(name, (None, None))
             if link is None or order is None:

@@ -28,7 +28,7 @@ class Link:
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         self.keys: dict[int, str] = {}  # request id in the engine, by the HTTP process's key
-        self._unsent_ends: list[int] = []  # keys of aborted requests whose end could not be sent
+        self._unsent_ends: list[int] = []  # keys of aborted requests without a sent end
         self._sent = self._read = 0  # bytes, since the HTTP process connected
         self._read_at = 0.0  # when it last acknowledged bytes
         self._socket = context.socket(zmq.DEALER)

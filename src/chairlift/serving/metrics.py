@@ -310,7 +310,7 @@ class Metrics:
         self._wait.set(waiting)
 
     def _set_changed(self, gauges: Gauge, before: Mapping[str, float], now: Mapping[str, float]) -> None:
-        """Set the gauges whose value has changed; one without a value, such as an idle tenant's, is 0."""
+        """Set the gauges with a changed value; one without a value, such as an idle tenant's, is 0."""
         for name in {**before, **now}:
             if (value := now.get(name, 0.0)) != before.get(name):
                 gauges.labels(self._model, name).set(value)
@@ -340,7 +340,7 @@ class Metrics:
 
     def _count_up(self, totals: tuple[int, ...]) -> None:
         if any(new < old for new, old in zip(totals, self._totals or totals, strict=True)):
-            self._lose_engine()  # a new engine, whose start was not reported
+            self._lose_engine()  # a new engine: its start was not reported
         before = totals if self._totals is None else self._totals
         for counter, new, old in zip(self._engine_counters, totals, before, strict=True):
             if new > old:

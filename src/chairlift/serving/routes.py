@@ -47,7 +47,7 @@ class Route:
     path: str
     access: Access
     endpoint: Endpoint
-    front: Front = CHAT  # the API whose shape its errors have
+    front: Front = CHAT  # the API that determines the shape of its errors
 
 
 async def chat_completions(call: Call) -> Response:

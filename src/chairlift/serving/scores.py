@@ -15,7 +15,7 @@ from chairlift.serving.failures import Failure
 from chairlift.serving.generation import Asked
 
 MOST = 1 << 19  # in one reply: some 40 MB of JSON, or 25,000 tokens with 20 alternatives each
-STREAMED = 1 << 12  # for the prompts of a stream, whose chunks the event loop writes
+STREAMED = 1 << 12  # for the prompts of a stream: the event loop writes its chunks
 _IN_FLIGHT = 1 << 21  # in all replies of an HTTP process: some 30 MB as the engine sends them
 
 

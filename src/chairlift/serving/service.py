@@ -43,7 +43,7 @@ Send = Callable[[Message], Awaitable[None]]
 _LARGE_BODY = 20_000  # bytes of JSON above which parsing runs in a thread, to keep the event loop free
 _ITEMS = 400_000  # of all lists and objects in a body: enough for a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
-_BODIES = 256 << 20  # bytes of all bodies in memory whose requests are not admitted yet
+_BODIES = 256 << 20  # bytes of bodies in memory before admission, in all
 CLIENT_DISCONNECTED = 499  # never sent: for logs and metrics
 
 
@@ -63,7 +63,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     scores: ScoreBudget = field(default_factory=ScoreBudget)
-    held_bytes: int = 0  # of bodies whose requests are not admitted yet
+    held_bytes: int = 0  # of bodies before admission
 
     @property
     def hello(self) -> Hello:

@@ -106,7 +106,7 @@ def main() -> None:
     os.close(file)
     if nice:  # this process checks grammars: it reads the vocabulary before its first job's time begins
         os.nice(nice)
-        with suppress(RequestError):  # which the first job meets again
+        with suppress(RequestError):  # the first job reports it
             grammars_for(tokenizer) if tokenizer is not None else None
     confine(memory)
     most = resident() + _GROWTH

@@ -58,7 +58,7 @@ def _lark(source: str) -> str:
 
     try:
         return str(gbnf_to_lark(source))
-    except Exception as error:  # the converter raises whatever its parser meets
+    except Exception as error:  # the converter has no error class of its own
         raise RequestError(f"structured: grammar cannot be converted from GBNF: {one_line(error)}") from None
 
 

@@ -17,7 +17,7 @@ _SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")  # Codestral
 
 
 def fill_in(prompt: str, suffix: str, tokenizer: Tokenizer) -> str:
-    """Return the text whose continuation belongs between the prompt and the suffix."""
+    """Return the text to continue; the continuation belongs between the prompt and the suffix."""
     known = tokenizer.backend.token_to_id
     for before, between, middle in _MARKERS:
         if all(known(marker) is not None for marker in (before, between, middle)):

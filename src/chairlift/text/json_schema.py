@@ -10,7 +10,7 @@ from typing import Any
 
 from chairlift.core.errors import RequestError
 
-# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+# Keywords with a schema, a list of schemas, or an object of schemas as their value.
 _ONE = (
     *("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames"),
     *("unevaluatedProperties", "unevaluatedItems"),

@@ -60,7 +60,7 @@ def is_closed(prompt: str, markers: ReasoningMarkers) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a model's chat template tells of its answers."""
+    """The format of a model's answers, recognised from its chat template."""
 
     dialect: str = "hermes"
     reasoning: ReasoningMarkers | None = None

@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template does not write them: a system message, and calls as text."""
+"""Tools for a chat template without tools: a system message, and calls as text."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ DIALECTS = {
 
 
 def dialect_of(template: str) -> str | None:
-    """Return the name of the dialect that a chat template is written for; None if the template knows no tools.
+    """Return the name of the dialect that a chat template is written for; None if the template has no tools.
 
     >>> dialect_of("{% for tool in tools %}...{% endfor %}...[TOOL_CALLS][{{ calls }}]")
     'mistral'

@@ -80,7 +80,7 @@ class JsonCallParser(CallParser):
         return is_valid and (opening == "{" or pieces == ["null"])
 
     def _write(self, call: _Call) -> None:
-        """Start a call whose name and arguments are complete."""
+        """Start a call with a complete name and complete arguments."""
         if call.name is not None:
             self._start(call.name)
             self._output.arguments(call.arguments or "{}")

@@ -14,7 +14,7 @@ _NAME = re.compile(r"[^\[{\s]*")
 
 
 class MistralParser(JsonCallParser):
-    """Reads both formats: what follows the marker tells which it is."""
+    """Reads both formats, distinguished by the text after the marker."""
 
     openers = Markers(_CALLS)
 

@@ -21,7 +21,7 @@ _VALUE_END = Markers(_PARAMETER_END)
 
 
 class QwenCoderParser(CallParser):
-    """Reads parameters, whose text is typed by the function's schema; strings are passed on as they arrive."""
+    """Reads parameters and types their text by the function's schema; strings are passed on as they arrive."""
 
     openers = Markers(*_AROUND, _FUNCTION)
 
