@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from running import Running, running
 
 from tiny import CHAT_TEMPLATE, make_tiny_model
 
@@ -28,6 +32,15 @@ SCHEMA: dict[str, Any] = {
 def make_model(folder: Path) -> Path:
     assert "enable_thinking" in TEMPLATE
     return make_tiny_model(folder / "tiny", chat_template=TEMPLATE, max_position_embeddings=2048)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Running]:
+    """A server with the model, which fails no request."""
+    with running(make_model(folder), *FLAGS) as started:
+        yield started
+        started.wait_until(started.is_idle)
+        assert started.metric("requests_failed_total") == 0
 
 
 def wrong_bodies(body: dict[str, Any], fields: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-from api_model import FLAGS, MODEL, SCHEMA, make_model, wrong_bodies
+from api_model import MODEL, SCHEMA, serving, wrong_bodies
 from openai import OpenAI
-from running import Running, running
+from running import Running
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
@@ -26,11 +26,8 @@ INPUT: Any = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("model"))
-    with running(model, *FLAGS) as started:
+    with serving(tmp_path_factory.mktemp("model")) as started:
         yield started
-        started.wait_until(started.is_idle)
-        assert started.metric("requests_failed_total") == 0
 
 
 @pytest.fixture(scope="module")

@@ -208,6 +208,10 @@ def test_a_call_or_json_if_both_are_asked_for(server: Running) -> None:
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one"),
         ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls is 'yes'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}]},
+            'tools cannot be used: Unimplemented keys: ["not"]',
+        ),
         ({"max_thinking_tokens": -1}, "max_thinking_tokens is -1"),
         ({"use_beam_search": True, "temperature": 0, "best_of": 2, "response_format": {"type": "json_object"}}, "beam"),
     ],

@@ -19,20 +19,26 @@ class Structured:
     """What the whole answer must match.
 
     >>> Structured.of({"regex": "[0-9]+"})
-    Structured(kind='regex', source='[0-9]+')
+    Structured(kind='regex', source='[0-9]+', is_of_tools=False)
     >>> Structured.of({"json": {"type": "integer"}}).source
     '{"type":"integer"}'
     """
 
     kind: str
     source: str  # a regular expression, a Lark or GBNF grammar, or JSON: a schema, the choices, or structural tags
+    is_of_tools: bool = False  # a grammar of tool calls, for error messages
 
     def __post_init__(self) -> None:
         if len(self.source) > LONGEST:
             raise RequestError(
-                f"structured: {self.kind} has {len(self.source):,} characters: use at most {LONGEST:,}, "
-                "for example with $defs for what repeats"
+                f"{self.what} has {len(self.source):,} characters: use at most {LONGEST:,}, for example with $defs for "
+                "what repeats"
             )
+
+    @property
+    def what(self) -> str:
+        """Its name in error messages."""
+        return "tools" if self.is_of_tools else f"structured: {self.kind}"
 
     @classmethod
     def of(cls, given: Any) -> Structured:

@@ -23,9 +23,9 @@ def read_structured(body: Mapping[str, Any]) -> Structured | None:
     """Return what the answer must match, or None.
 
     >>> read_structured({"response_format": {"type": "json_object"}})
-    Structured(kind='json_object', source='')
+    Structured(kind='json_object', source='', is_of_tools=False)
     >>> read_structured({"guided_choice": ["yes", "no"]})
-    Structured(kind='choice', source='["yes","no"]')
+    Structured(kind='choice', source='["yes","no"]', is_of_tools=False)
     """
     asked: dict[str, dict[str, Any]] = {}
     if (given := body.get("response_format")) is not None:

@@ -108,5 +108,5 @@ def enforced(
         use.named, required=required, parallel=use.parallel, special=special_ids(tokenizer)
     )
     if calls is None or structured is None:
-        return None if calls is None else Structured("grammar", calls)
+        return None if calls is None else Structured("grammar", calls, is_of_tools=True)
     return call_or_json(calls, structured)

@@ -17,16 +17,14 @@ from chairlift.core.constraint import Constraint, Masks, one_by_one
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
 from chairlift.core.values import one_line
-from chairlift.text.json_schema import check_multiples, close, where
+from chairlift.text.json_schema import WHITESPACE, check_multiples, close, where
 
 if TYPE_CHECKING:
     import llguidance
 
     from chairlift.text.tokenizer import Tokenizer
 
-# A model that is not sure what to write next likes to indent: unbounded whitespace would fill the context.
-_WHITESPACE = r"[ \n\r\t]{0,32}"
-_JSON_OPTIONS: Any = {"whitespace_pattern": _WHITESPACE, "lenient": False}
+_JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "lenient": False}
 _CACHED_CHARACTERS = 4 << 20  # of compiled grammars' sources
 _CACHED = 256  # compiled grammars: one takes 0.1 to 10 MiB
 _MOST_THREADS = 8
@@ -88,7 +86,9 @@ def call_or_json(calls: str, structured: Structured) -> Structured:
     schema = json.loads(structured.source or '{"type":"object"}')
     schema = {**close(schema), "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
     head, _, rest = calls.partition("\nstart:")
-    return Structured("grammar", f"{head}\nstart: calls | %json {json.dumps(schema)}\ncalls:{rest}")
+    return Structured(
+        "grammar", is_of_tools=True, source=f"{head}\nstart: calls | %json {json.dumps(schema)}\ncalls:{rest}"
+    )
 
 
 class Grammars:
@@ -146,7 +146,7 @@ class Grammars:
         except RequestError as error:
             reason = str(error).removeprefix("the grammar cannot be used: ")
             at = where(json.loads(structured.source), reason) if structured.kind == "json" else ""
-            raise RequestError(f"structured: {structured.kind} cannot be used: {reason}{at}") from None
+            raise RequestError(f"{structured.what} cannot be used: {reason}{at}") from None
         return source
 
     def masks(self, constraints: Sequence[Constraint]) -> Masks:
@@ -207,7 +207,12 @@ class GrammarConstraint(Constraint):
 
 
 def explain(error: str) -> str:
-    """Return the first sentence of llguidance's error in one line."""
+    """Return the first sentence of llguidance's error in one line.
+
+    An error in a JSON schema within a grammar comes with lines of the grammar, which the user has not written.
+    """
+    if schema_error := error.partition("failed to compile JSON schema: ")[2]:
+        error = schema_error.partition("\n")[0]
     return " ".join(error.partition("<state>")[0].split())[:300] or "the parser has stopped"
 
 

@@ -21,6 +21,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _JOINING = frozenset({"$ref", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "additionalProperties"})
 _QUOTED = re.compile(r'"([^"]+)"')
 _DEEPEST = 200
+WHITESPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens, as far as there is any: a small model would indent without end
 _DIGITS = 4  # 50 ms; each more takes ten times as long
 
 

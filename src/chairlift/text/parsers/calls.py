@@ -1,5 +1,6 @@
 """CallParser: content with tool calls in it; a family says how its calls begin and reads one of them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from chairlift.text.parsers.arriving import SPACE, ArrivingText, Markers, Reader
@@ -8,22 +9,14 @@ from chairlift.text.parsers.output import Output
 from chairlift.text.parsers.tools import Tool
 
 
-class CallParser:
-    """A MessageParser for one family of models.
-
-    Calls begin with one of the `openers` anywhere in the text, or with one of the characters in `bare` at the start of
-    a line. From there on the text is held, until `_read_calls` starts a call. If it starts none, the text is content.
-    """
-
-    openers: Markers = Markers()
-    bare = ""
+class StepParser(ABC):
+    """A MessageParser written as a generator, which stops where the text that has arrived ends."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._text = ArrivingText()
         self._output = Output()
         self._steps = self._run()
-        self._stops = Markers(*self.openers.names, *(["\n"] if self.bare else []))
 
     def feed(self, text: str) -> list[Event]:
         """Read the next piece of text."""
@@ -38,6 +31,25 @@ class CallParser:
         next(self._steps, None)
         self._output.finish()
         return self._output.take()
+
+    @abstractmethod
+    def _run(self) -> Reader[None]:
+        """Read the whole answer."""
+
+
+class CallParser(StepParser):
+    """A parser for one family of models.
+
+    Calls begin with one of the `openers` anywhere in the text, or with one of the characters in `bare` at the start of
+    a line. From there on the text is held, until `_read_calls` starts a call. If it starts none, the text is content.
+    """
+
+    openers: Markers = Markers()
+    bare = ""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(tools)
+        self._stops = Markers(*self.openers.names, *(["\n"] if self.bare else []))
 
     def _run(self) -> Reader[None]:
         text, output = self._text, self._output
@@ -61,35 +73,9 @@ class CallParser:
             if not is_line_start:
                 output.content(text.release())
 
+    @abstractmethod
     def _read_calls(self, opener: str) -> Reader[bool]:
         """Read the calls after an opener; return False if the text held since then is not part of a call."""
-        raise NotImplementedError
-
-    def _read_call(self) -> Reader[bool]:
-        """Read one call; return whether it was started. Families that use `_read_list` define it."""
-        raise NotImplementedError
-
-    def _read_list(self, separator: str, closing: str) -> Reader[bool]:
-        """Read calls up to the closing bracket, or without one, up to the last that a separator follows."""
-        text = self._text
-        while True:
-            yield from text.space()
-            if not (yield from self._read_call()):
-                return False
-            text.hold()
-            yield from text.space()
-            following = yield from text.peek()
-            if following == separator:
-                text.skip()
-                yield from text.space()
-                if (yield from text.peek()):
-                    continue
-            elif following and closing:
-                if following != closing:
-                    return False
-                text.skip()
-            text.release()
-            return True
 
     def _start(self, name: str) -> None:
         """Begin a call: the text held so far is part of it."""

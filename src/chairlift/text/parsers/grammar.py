@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.text.json_schema import check_multiples, close
+from chairlift.text.json_schema import WHITESPACE, check_multiples, close
 from chairlift.text.parsers.json_text import quote
 from chairlift.text.parsers.tools import Tool
 from chairlift.text.tokenizer import Tokenizer
 
 SpecialId = Callable[[str], int | None]
 
-# Models may indent JSON, but not fill the answer with whitespace.
-_WHITESPACE = r"[ \n\t]{1,20}"
 _TEXT = "TEXT: /(.|\\n)*/\nLINES: /((.|\\n)*\\n)?[ \\t]*/\nBREAKS: /\\n{1,2}/"
 
 
@@ -148,7 +146,7 @@ def literal(text: str) -> str:
 def json_value(schema: Mapping[str, Any], strict: bool) -> str:
     """Return the expression for a JSON value; what llguidance cannot check is an error for strict tools only."""
     check_multiples(schema)
-    options = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from chairlift.text.parsers.arriving import Markers, Reader
-from chairlift.text.parsers.calls import CallParser
+from chairlift.text.parsers.calls import StepParser
 from chairlift.text.parsers.dialect import Dialect
 from chairlift.text.parsers.grammar import CallFormat, Lark, SpecialId
 from chairlift.text.parsers.json_text import read_value
@@ -19,7 +19,7 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]*)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>([a-z]*)")
 
 
-class HarmonyParser(CallParser):
+class HarmonyParser(StepParser):
     """Reads messages: a header, a body, an end. An answer's first header begins after the role, in the prompt."""
 
     def _run(self) -> Reader[None]:

@@ -30,6 +30,28 @@ class JsonCallParser(CallParser):
             pass
         return call.is_started
 
+    def _read_list(self, separator: str, closing: str) -> Reader[bool]:
+        """Read calls up to the closing bracket, or without one, up to the last that a separator follows."""
+        text = self._text
+        while True:
+            yield from text.space()
+            if not (yield from self._read_call()):
+                return False
+            text.hold()
+            yield from text.space()
+            following = yield from text.peek()
+            if following == separator:
+                text.skip()
+                yield from text.space()
+                if (yield from text.peek()):
+                    continue
+            elif following and closing:
+                if following != closing:
+                    return False
+                text.skip()
+            text.release()
+            return True
+
     def _read_field(self, call: _Call) -> Reader[bool]:
         """Read one field and the character after it; return whether another field follows."""
         text = self._text
