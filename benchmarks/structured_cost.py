@@ -1,6 +1,6 @@
 """What structured output costs: decode steps with none, one and all of the sequences constrained, in turn.
 
-    python benchmarks/structured_cost.py [--model M] [--sequences 64] [--tokens 48] [--rounds 5]
+    python benchmarks/structured_cost.py [--model M] [--load-format dummy] [--sequences 64] [--tokens 48] [--rounds 5]
 
 All answers have the same length. It prints the median time of a decode step for each, as a ratio to unconstrained ones,
 the time of a mask per sequence, and the time to compile typical schemas.
@@ -62,11 +62,12 @@ def decode_steps(llm: LLM, sequences: int, constrained: int, tokens: int) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, with the model's tokenizer")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
-    llm = LLM(chosen.model, max_sequences=chosen.sequences, progress=False)
+    llm = LLM(chosen.model, max_sequences=chosen.sequences, load_format=chosen.load_format, progress=False)
     parts = (0, 1, chosen.sequences)
     found: dict[int, list[float]] = {constrained: [] for constrained in parts}
     decode_steps(llm, chosen.sequences, chosen.sequences, 8)  # compiles the grammar

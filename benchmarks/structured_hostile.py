@@ -1,6 +1,6 @@
 """Formats made to explode, sent to a real server beside 16 ordinary streams.
 
-    python benchmarks/structured_hostile.py [--formats 500] [--model M] [--url URL]
+    python benchmarks/structured_hostile.py [--formats 500] [--model M] [--load-format dummy]
 
 It prints how many were refused and served, the longest time of one, and the 99th percentile of the time between two
 tokens of the streams, with and without the attack, which take turns. The exit status is 1 if a reply was neither an
@@ -121,9 +121,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", type=int, default=500)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, with the model's tokenizer")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each turn")
     chosen = parser.parse_args()
-    with running(chosen.model, "--log-level", "error") as server:
+    with running(chosen.model, "--log-level", "error", "--load-format", chosen.load_format) as server:
         seen, alone, attacked = asyncio.run(run(server.url, chosen.formats, chosen.seconds))
     print(dict(seen))
     p99 = [statistics.quantiles(each, n=100)[98] for each in (alone, attacked)]

@@ -57,6 +57,14 @@ def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
         own.generate("text")
 
 
+def test_random_weights_read_text_if_their_folder_has_a_tokenizer(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    own = LLM(str(folder), progress=False, load_format="dummy", max_length=64)
+    answer = own.generate("once", SamplingParams(max_tokens=4, ignore_eos=True, structured={"regex": "[ab]{8}"}))[0]
+    assert answer.outputs[0].text.strip("ab") == ""
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_and_stays_close(tiny_model: Path, dtype: str) -> None:
     whole, half = (LLM(str(tiny_model), progress=False, dtype=each, max_length=64) for each in ("float32", dtype))

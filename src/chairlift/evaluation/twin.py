@@ -26,6 +26,7 @@ class Subject:
     """The model under test: its config and files, without its weights."""
 
     def __init__(self, model: str, settings: Settings) -> None:
+        self._model = model
         self.is_random = settings.model.load_format == "dummy"
         self.device = choose_device(settings.model.device)
         self._checkpoint: Checkpoint | None = None if self.is_random else open_checkpoint(resolve(model))
@@ -35,7 +36,7 @@ class Subject:
 
     def encode(self, text: str) -> list[int]:
         """Encode a prompt with the model's tokenizer."""
-        tokenizer, problem = read_tokenizer(self._checkpoint)
+        tokenizer, problem = read_tokenizer(self._model, self._checkpoint)
         if tokenizer is None:
             raise ChairliftError(f"the workload's prompts cannot be encoded: {problem}; give prompt_tokens instead")
         return tokenizer.encode(text)

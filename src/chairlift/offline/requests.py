@@ -19,7 +19,7 @@ from chairlift.execution.build import Built
 from chairlift.offline.defaults import read_defaults
 from chairlift.offline.processors import SafeProcessor
 from chairlift.offline.prompts import PromptReader, Read
-from chairlift.offline.vocabulary import read_tokenizer
+from chairlift.offline.vocabulary import all_eos_ids, read_tokenizer
 from chairlift.openai.tools import enforced
 from chairlift.text.grammar import Grammars
 
@@ -30,7 +30,7 @@ class RequestBuilder:
     """Builds the requests of one model: its tokenizer, its sampling defaults, request ids and seeds."""
 
     def __init__(self, model: str, built: Built, settings: Settings) -> None:
-        self.tokenizer, missing = read_tokenizer(built.checkpoint)
+        self.tokenizer, missing = read_tokenizer(model, built.checkpoint)
         self.prompts = PromptReader(model, self.tokenizer, missing)
         self.defaults = read_defaults(built.checkpoint, settings.model.generation_config)
         for warning in self.defaults.warnings:
@@ -39,10 +39,7 @@ class RequestBuilder:
         self._grammars: Grammars | None = None
         self._ids = count()
         self._seeds = random.Random(settings.model.seed)
-        own = self.tokenizer.eos_token_id if self.tokenizer else None
-        config = built.config
-        # A tokenizer may have more tokens than the model has logits: the rest can never be sampled.
-        self._eos_ids = config.eos_ids | (frozenset() if own is None or own >= config.vocab_size else {own})
+        self._eos_ids = all_eos_ids(self.tokenizer, built.config.eos_ids, built.config.vocab_size)
 
     @property
     def grammars(self) -> Grammars:

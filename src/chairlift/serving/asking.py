@@ -14,6 +14,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.structured import Structured
+from chairlift.offline.vocabulary import all_eos_ids
 from chairlift.openai.params import (
     Body,
     get,
@@ -187,10 +188,7 @@ class Reader:
         limits = limits_of(hello)
         bad_words = tuple(map(tuple, words))
         check_repeated(len(read), params, sum(map(len, words)))
-        ends = set(hello.eos_ids)
-        own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-        if own is not None and own < hello.vocab_size:  # a tokenizer may have more tokens than the model
-            ends.add(own)
+        ends = all_eos_ids(self.tokenizer, hello.eos_ids, hello.vocab_size)
         asked: list[Asked] = []
         for text, prompt in read:
             if prompt.count and not prompt.ids:
@@ -201,12 +199,11 @@ class Reader:
             if asked:
                 limits.check_prompt(ids, params)  # the other fields are the same for all prompts
             else:
-                limits.check(Request("", ids, params, eos_ids=frozenset(ends), bad_words=bad_words))
+                limits.check(Request("", ids, params, eos_ids=ends, bad_words=bad_words))
             asked.append(
                 Asked(
-                    text
-                    if len(ids) == prompt.count
-                    else None,  # an echo shows only what the model has read: not a text that was truncated
+                    # An echo shows only what the model has read: not a text that was truncated.
+                    text if len(ids) == prompt.count else None,
                     ids,
                     params,
                     seed=secrets.randbits(63) if params.seed is None else params.seed,

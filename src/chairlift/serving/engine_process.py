@@ -28,7 +28,7 @@ from chairlift.core.step import TokenLogprobs
 from chairlift.engine.engine import Engine
 from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
 from chairlift.engine.loop import drive
-from chairlift.offline.vocabulary import read_tokenizer
+from chairlift.offline.vocabulary import all_eos_ids, read_tokenizer
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.compiling import Compiler
@@ -375,7 +375,7 @@ def start(job: Job) -> Started:
 
     settings = Settings.of(**job.settings)
     loaded = load_model(job.model, settings, progress=job.progress)
-    compiler = Compiler(lambda: grammars_of(loaded))
+    compiler = Compiler(lambda: grammars_of(job.model, loaded))
     preparing = compiler.prepare()
     built = assemble(loaded, settings, progress=job.progress)
     preparing.join()
@@ -398,14 +398,13 @@ def start(job: Job) -> Started:
     return Started(built.engine, hello, built.slowest_step, compiler)
 
 
-def grammars_of(loaded: Loaded) -> Grammars:
+def grammars_of(model: str, loaded: Loaded) -> Grammars:
     """Read the vocabulary of a model for its grammars."""
-    tokenizer, missing = read_tokenizer(loaded.checkpoint)
+    tokenizer, missing = read_tokenizer(model, loaded.checkpoint)
     if tokenizer is None:
         raise RequestError(f"structured output needs a tokenizer: {missing}")
-    own = tokenizer.eos_token_id
-    ends = loaded.config.eos_ids | (set() if own is None or own >= loaded.config.vocab_size else {own})
-    return Grammars(tokenizer, loaded.config.vocab_size, sorted(ends))
+    config = loaded.config
+    return Grammars(tokenizer, config.vocab_size, sorted(all_eos_ids(tokenizer, config.eos_ids, config.vocab_size)))
 
 
 def main(build_engine: Callable[[Job], Started] = start) -> None:

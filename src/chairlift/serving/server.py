@@ -171,7 +171,7 @@ class HttpProcess:
         self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
         checkpoint = checkpoint_of(plan)
         self.defaults = read_defaults(checkpoint, plan.sampling)
-        tokenizer, missing = read_tokenizer(checkpoint)
+        tokenizer, missing = read_tokenizer(plan.model, checkpoint)
         self._texts = TextPool(tokenizer)
         self._texts.start()  # in parallel with the engine's loading of the model
         template = None if tokenizer is None else tokenizer.chat_template
