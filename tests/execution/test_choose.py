@@ -109,5 +109,5 @@ def test_a_mask_is_a_bit_for_each_token(vocabulary: int) -> None:
     masks += [None, b"\x01", masks[0] + b"\xff\xff"]  # all; what a short one does not name is forbidden
     expected = np.vstack([allowed, np.ones(vocabulary, bool), np.arange(vocabulary) == 0, allowed[0]])
     logits = torch.zeros(6, vocabulary)
-    forbid_(logits, torch.from_numpy(pack_masks(masks, vocabulary)))
+    forbid_(logits, pack_masks(masks, vocabulary))
     assert np.array_equal(logits.numpy() == 0, expected)

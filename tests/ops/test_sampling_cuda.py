@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from chairlift import LLM, SamplingParams
 from chairlift.ops import sampling, sampling_cuda
 from chairlift.ops.filters import Filters
+from chairlift.ops.masks import forbid_reference_, pack_masks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -151,3 +152,17 @@ def test_a_model_generates_the_same_tokens_with_these_kernels(
         outputs = llm.generate(["one", "two", "three", "the four of them"], params)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+@DTYPES
+def test_masks_forbid_as_in_the_reference(dtype: torch.dtype) -> None:
+    logits = make_logits(5, dtype)
+    generator = torch.Generator().manual_seed(3)
+    masks: list[bytes | None] = [
+        bytes(torch.randint(0, 256, (VOCABULARY // 8,), generator=generator).tolist()) for _ in range(3)
+    ]
+    packed = pack_masks([*masks, None, b"\x02"], VOCABULARY).to(DEVICE)
+    expected = logits.clone()
+    forbid_reference_(expected, packed)
+    sampling_cuda.forbid_(logits, packed)
+    assert torch.equal(logits, expected)

@@ -178,8 +178,8 @@ class TorchExecutor:
         assert ticket.masked is not None, "no sample of this step waits for a mask"
         places, logits, tokens, rows, positions, scored, raw = ticket.masked
         ticket.masked = None
-        logits = logits.float().contiguous()
-        forbid_(logits, self._to_device(pack_masks(masks, logits.shape[1])))
+        packed = pack_masks(masks, logits.shape[1], pin=self._is_cuda)
+        forbid_(logits, packed.to(self._device, non_blocking=True))
         chosen = self._sampler.sample(logits, rows[places], positions[places])
         self._rows.put(rows[places], positions[places], chosen)
         tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))

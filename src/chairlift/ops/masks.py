@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from chairlift.ops.sampling import is_fused
 
-def pack_masks(masks: list[bytes | None], vocabulary: int) -> np.ndarray:
-    """Return masks as rows of bytes [masks, vocabulary / 8]; None allows every token."""
+
+def pack_masks(masks: Sequence[bytes | None], vocabulary: int, *, pin: bool = False) -> torch.Tensor:
+    """Return masks as rows of bytes [masks, vocabulary / 8]; None allows every token.
+
+    In pinned memory, a copy to a GPU does not wait for the work before it.
+    """
     width = -(-vocabulary // 8)
-    packed = np.full((len(masks), width), 0xFF, np.uint8)
-    for row, mask in zip(packed, masks, strict=True):
-        if mask is not None:
-            row[: len(mask)] = np.frombuffer(mask, np.uint8, min(width, len(mask)))
-            row[len(mask) :] = 0
+    packed = torch.empty((len(masks), width), dtype=torch.uint8, pin_memory=pin)
+    for row, mask in zip(packed.numpy(), masks, strict=True):
+        if mask is None:
+            row[:] = 0xFF
+        else:
+            found = np.frombuffer(mask, np.uint8, min(width, len(mask)))
+            row[: found.size] = found
+            row[found.size :] = 0
     return packed
 
 
 def forbid_(logits: torch.Tensor, packed: torch.Tensor) -> None:
     """Set the logits [rows, vocabulary] of tokens whose bit is 0 to -inf."""
+    if is_fused(logits):
+        from chairlift.ops import sampling_cuda
+
+        sampling_cuda.forbid_(logits, packed)
+    else:
+        forbid_reference_(logits, packed)
+
+
+def forbid_reference_(logits: torch.Tensor, packed: torch.Tensor) -> None:
+    """Compute forbid_ in plain torch."""
     bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
     is_allowed = (packed[:, :, None] >> bits) & 1
     logits.masked_fill_(is_allowed.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

@@ -47,6 +47,23 @@ def cutoffs(
     return lowest, last
 
 
+def forbid_(logits: torch.Tensor, packed: torch.Tensor) -> None:
+    """Set the logits of tokens whose bit in `packed` [rows, vocabulary / 8] is 0 to -inf."""
+    rows, vocabulary = logits.shape
+    grid = rows, triton.cdiv(vocabulary, _TILE)
+    _forbid[grid](logits, logits.stride(0), vocabulary, packed, packed.stride(0), TILE=_TILE, num_warps=4)
+
+
+@triton.jit
+def _forbid(logits_at, stride, vocabulary, packed_at, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_real = ids < vocabulary
+    octets = tl.load(packed_at + row * width + ids // 8, mask=is_real, other=0xFF).to(tl.int32)
+    is_forbidden = is_real & (((octets >> (ids % 8)) & 1) == 0)
+    tl.store(logits_at + row * stride + ids, -float("inf"), mask=is_forbidden)
+
+
 def _search(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,

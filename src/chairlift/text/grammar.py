@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "lenient": False}
 _CACHED_CHARACTERS = 4 << 20  # of compiled grammars' sources
 _CACHED = 256  # compiled grammars: one takes 0.1 to 10 MiB
-_MOST_THREADS = 8
+_MOST_THREADS = 16
 
 
 def source_of(structured: Structured) -> str:
