@@ -48,4 +48,4 @@ def work_of(step: StepPlan) -> Work:
             context += start
         else:
             pairs += pairs_of(start, count)
-    return Work(step.tokens, context, pairs)
+    return Work(step.tokens, context, pairs, len(step.samples))

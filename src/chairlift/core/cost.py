@@ -15,6 +15,7 @@ class Work:
     tokens: int = 0  # input tokens of the linear layers
     context: int = 0  # cached tokens that decodes read
     pairs: int = 0  # (prompt token, earlier token or itself), for attention
+    samples: int = 0  # tokens that are chosen: the head computes their logits
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Cost:
     token: float = 1e-4
     context: float = 0.0
     pair: float = 0.0
+    sample: float = 0.0
     block_copy: float = 1e-4  # to move one block between the device and the host
 
     def seconds(self, work: Work) -> float:
@@ -38,6 +40,7 @@ class Cost:
             + max(self.weights, self.token * work.tokens)
             + self.context * work.context
             + self.pair * work.pairs
+            + self.sample * work.samples
         )
 
     def prompt_seconds(self, tokens: int, start: int = 0) -> float:
@@ -50,7 +53,7 @@ class Cost:
         >>> Cost(fixed=0.01, token=0.001).tokens_within(0.03, Work(tokens=5), start=0)
         15
         """
-        left = seconds - self.fixed - self.context * work.context - self.pair * work.pairs
+        left = seconds - self.fixed - self.context * work.context - self.pair * work.pairs - self.sample * work.samples
         if self.weights > left:
             return 0
         each = self.token + self.pair * start
