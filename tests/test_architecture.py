@@ -245,7 +245,15 @@ def test_a_file_is_short_enough_to_be_one_idea(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["core.scheduler", "engine.engine", "costs.scheduler", "simulation.cache", "traffic.mixes", "report.tables"],
+    [
+        "core.scheduler",
+        "engine.engine",
+        "costs.scheduler",
+        "simulation.cache",
+        "simulation.run",
+        "traffic.mixes",
+        "report.tables",
+    ],
 )
 def test_the_core_comes_without_torch_or_numpy(module: str) -> None:
     asked = f"import sys, chairlift.{module}; print(sorted({{'torch', 'numpy', 'numba'}} & set(sys.modules)))"

@@ -25,6 +25,7 @@ from chairlift.commands.profile import profile
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
 from chairlift.commands.serve import serve
+from chairlift.commands.simulate import simulate_command
 from chairlift.core.errors import ChairliftError
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ bench.app.command("chat", cls=Command)(bench_chat)
 app.add_typer(bench.app, name="bench")
 for each in (compare, profile):
     app.command(cls=Command)(each)
+app.command("simulate", cls=Command)(simulate_command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -94,15 +94,15 @@ def with_model(default: str = DEFAULT_MODEL) -> Callable[[Command], Command]:
     return lambda command: _gather(command, flags, "model", choose)
 
 
-def with_settings(command: Command) -> Command:
-    """Add a flag for each engine setting to a command, which gets all of them as the keyword `settings`.
+def with_settings(command: Command, groups: tuple[str, ...] = ("model", "cache", "scheduling")) -> Command:
+    """Add a flag for each engine setting of these groups to a command, which gets them as the keyword `settings`.
 
     A flag that the command already has keeps its meaning: `--seed` of `run` is the seed of that answer.
     """
     taken = inspect.signature(command).parameters
     flags = []
     for group, found in options():
-        if found.name in taken:
+        if found.name in taken or group not in groups:
             continue
         kind = get_type_hints(type(getattr(Settings(), group)))[found.name]
         choices = found.metadata["choices"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import hypot, sqrt
 
 _RATE = 0.1  # share of each step's prediction error that corrects the model
 _SANE = 4.0  # times the prediction: a longer step was delayed by something else and counts as this long
@@ -20,7 +21,10 @@ class Work:
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds of a step: a fixed part, the larger of reading the weights and computing the tokens, and attention.
+    """Seconds of a step: a fixed part, the linear layers, attention and sampling.
+
+    The linear layers take the root of the sum of squares of reading the weights and computing the tokens: the larger of
+    both where they differ, and more where they are equal, since kernels overlap the two only in part.
 
     The coefficients start from measured or published hardware figures; `learn` corrects them with each finished step.
     """
@@ -35,13 +39,11 @@ class Cost:
 
     def seconds(self, work: Work) -> float:
         """Predict the seconds of a step with this work."""
-        return (
-            self.fixed
-            + max(self.weights, self.token * work.tokens)
-            + self.context * work.context
-            + self.pair * work.pairs
-            + self.sample * work.samples
-        )
+        return self._others(work) + hypot(self.weights, self.token * work.tokens)
+
+    def _others(self, work: Work) -> float:
+        """Predict the seconds of all but the linear layers."""
+        return self.fixed + self.context * work.context + self.pair * work.pairs + self.sample * work.samples
 
     def prompt_seconds(self, tokens: int, start: int = 0) -> float:
         """Predict the seconds to prefill `tokens` prompt tokens after the first `start`."""
@@ -53,18 +55,21 @@ class Cost:
         >>> Cost(fixed=0.01, token=0.001).tokens_within(0.03, Work(tokens=5), start=0)
         15
         """
-        left = seconds - self.fixed - self.context * work.context - self.pair * work.pairs - self.sample * work.samples
-        if self.weights > left:
+        left, attend = seconds - self._others(work), self.pair * start
+        excess = self.weights**2 + (self.token * work.tokens) ** 2 - left**2
+        if left <= 0 or excess >= 0 or not (self.token or attend):
             return 0
-        each = self.token + self.pair * start
-        return max(0, int((left - self.token * work.tokens) / each + 1e-6)) if each else 0
+        # The root of hypot(weights, token * (tokens + more)) = left - attend * more, in a form that never cancels.
+        half = self.token**2 * work.tokens + left * attend
+        return int(-excess / (half + sqrt(half**2 - (self.token**2 - attend**2) * excess)) + 1e-6)
 
     @property
     def knee(self) -> int:
         """The smallest step, in tokens, whose cost per token is within 25% of the largest step's."""
         if not self.token:
             return 0
-        return int(max(4 * self.fixed / self.token, 1.25 * self.weights / self.token))
+        over = 1.25**2 - 1
+        return int((1.25 * self.fixed + sqrt(self.fixed**2 + over * self.weights**2)) / over / self.token)
 
     def learn(self, work: Work, seconds: float) -> None:
         """Correct each coefficient by a finished step, in proportion to its part in the prediction."""
@@ -72,21 +77,23 @@ class Cost:
             return
         expected = self.seconds(work)
         error = _RATE * (min(seconds, _SANE * expected) - expected)
-        is_bound = self.weights >= self.token * work.tokens
-        linear = self.weights if is_bound else self.token * work.tokens
-        read, attend = self.context * work.context, self.pair * work.pairs
-        squares = self.fixed**2 + linear**2 + read**2 + attend**2
+        linear = hypot(self.weights, self.token * work.tokens) or 1.0
+        parts = {
+            "fixed": self.fixed,
+            "weights": self.weights**2 / linear,
+            "token": (self.token * work.tokens) ** 2 / linear,
+            "context": self.context * work.context,
+            "pair": self.pair * work.pairs,
+            "sample": self.sample * work.samples,
+        }
+        squares = sum(part**2 for part in parts.values())
         if not squares:
             return
         gain = error / squares
         # A part that made up the whole prediction takes the whole error; a part that was 0 stays as it is.
-        self.fixed = max(0.0, self.fixed * (1 + gain * self.fixed))
-        if is_bound:
-            self.weights = max(0.0, self.weights * (1 + gain * linear))
-        else:
-            self.token = max(1e-12, self.token * (1 + gain * linear))
-        self.context = max(0.0, self.context * (1 + gain * read))
-        self.pair = max(0.0, self.pair * (1 + gain * attend))
+        for name, part in parts.items():
+            setattr(self, name, max(0.0, getattr(self, name) * (1 + gain * part)))
+        self.token = max(1e-12, self.token)
 
 
 def pairs_of(start: int, count: int) -> int:

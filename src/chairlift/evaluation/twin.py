@@ -11,11 +11,12 @@ import torch
 
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
-from chairlift.execution.build import choose_device, config_alone
+from chairlift.execution.build import choose_device
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.families import outline, read_config
 from chairlift.models.loader import RandomTensors, TensorSource
+from chairlift.models.shapes import config_alone
 from chairlift.models.sources import resolve
 from chairlift.offline.vocabulary import read_tokenizer
 

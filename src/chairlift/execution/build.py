@@ -7,7 +7,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from chairlift.core.assemble import assemble_scheduler, reads_cost
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
-from chairlift.core.errors import ModelError, SettingsError
+from chairlift.core.errors import SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
@@ -26,13 +25,12 @@ from chairlift.engine.engine import Engine
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
-from chairlift.json_file import read_json
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.families import outline, read_config
 from chairlift.models.loader import RandomTensors, load_decoder
-from chairlift.models.shapes import SHAPES
+from chairlift.models.shapes import config_alone
 from chairlift.models.sources import resolve
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
@@ -182,21 +180,6 @@ def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.dev
     if not spills or not host:
         return host, 0
     return host, 4 * host if chosen.disk_tokens is None else -(-chosen.disk_tokens // size)
-
-
-def config_alone(model: str) -> dict[str, Any]:
-    """Return the config for random weights, from a shape's name, a folder with a config.json, or such a file."""
-    if model in SHAPES:
-        return SHAPES[model]
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        return read_json(file)
-    except ModelError as error:
-        raise ModelError(
-            f"no config to make random weights from at {model!r} ({error}): give a folder with a config.json, "
-            f"such a file, or one of {', '.join(SHAPES)}"
-        ) from None
 
 
 def load(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from chairlift.core.errors import ModelError
+from chairlift.json_file import read_json
 
 SHAPES: dict[str, dict[str, Any]] = {
     "stories15m": {
@@ -68,3 +72,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 128001,
     },
 }
+
+
+def config_alone(model: str) -> dict[str, Any]:
+    """Return the config for random weights, from a shape's name, a folder with a config.json, or such a file."""
+    if model in SHAPES:
+        return SHAPES[model]
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return read_json(file)
+    except ModelError as error:
+        raise ModelError(
+            f"no config to make random weights from at {model!r} ({error}): give a folder with a config.json, "
+            f"such a file, or one of {', '.join(SHAPES)}"
+        ) from None

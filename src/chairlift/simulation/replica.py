@@ -16,6 +16,7 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import FinishReason, Request
 from chairlift.core.settings import Settings
+from chairlift.costs.hardware import Chip, Shape, cost_of, kv_tokens
 from chairlift.engine.engine import Engine
 from chairlift.simulation.device import STOP, SimulatedDevice, VirtualClock
 from chairlift.traffic.query import Query
@@ -35,6 +36,17 @@ class Hardware:
     block_size: int
     overlap: bool
     host_tokens: int = 0
+
+    @staticmethod
+    def of(shape: Shape, chip: Chip, settings: Settings, ranks: int = 1) -> Hardware:
+        """Return a model on chips, with the engine's own defaults for a GPU."""
+        wanted, cache = settings.scheduling, settings.cache
+        step_tokens, size = wanted.step_tokens or 8192, cache.block_size or 32
+        room = cache.kv_tokens or kv_tokens(shape, chip, ranks, step_tokens)
+        sequences = wanted.max_sequences or min(256, step_tokens)
+        limits = Limits(sequences, step_tokens, min(shape.max_length, room), shape.vocabulary)
+        overlap = True if wanted.overlap is None else wanted.overlap
+        return Hardware(cost_of(shape, chip, ranks, size), limits, room, size, overlap, cache.host_tokens or 0)
 
 
 @dataclass(slots=True)
@@ -66,7 +78,6 @@ class Replica:
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self._on_end = on_end
         self._lives: dict[str, Life] = {}
-        self._started: set[str] = set()
 
     @property
     def has_work(self) -> bool:
@@ -116,9 +127,9 @@ class Replica:
         if plan.placed or plan.tokens != len(plan.sequences):
             now = self.clock.now()
             for sequence in plan.samples:
-                if sequence.request.id not in self._started:
-                    self._started.add(sequence.request.id)
-                    self._lives[sequence.request.id].first = now
+                life = self._lives.get(sequence.request.id)  # None: it ended while this step was in flight
+                if life is not None and life.first == inf:
+                    life.first = now
         if self.on_step is not None:
             self.on_step(plan, begun, seconds)
 
@@ -126,7 +137,6 @@ class Replica:
         life = self._lives.pop(id, None)
         if life is None:
             return
-        self._started.discard(id)
         life.end, life.tokens = self.clock.now(), tokens - life.query.prompt_tokens
         life.error = error or (None if reason is not FinishReason.ERROR else "failed")
         self._on_end(life)
@@ -138,7 +148,10 @@ def make_request(number: int, query: Query, limits: Limits) -> Request:
     if isinstance(query.prompt, list):
         prompt = query.prompt
     elif query.blocks:
-        prompt = [block % _OWN for block in query.blocks for _ in range(BLOCK_TOKENS)][:length]
+        prompt = []
+        for block in query.blocks:
+            prompt += [block % _OWN] * BLOCK_TOKENS
+        prompt = prompt[:length] + [_OWN + number % _OWN] * (length - len(prompt))
     else:
         prompt = [_OWN + number % _OWN] * length
     most = max(1, min(query.output_tokens, limits.max_length - length))

@@ -32,7 +32,8 @@ def with_lengths(row: Any) -> Query:
     for moment, prompt, output, unit in COLUMNS:
         if moment in row and prompt in row and output in row:
             at = _seconds(row[moment], unit)
-            return Query(_length(prompt, row[prompt]), _length(output, row[output]), at)
+            blocks = with_blocks(row).blocks if "hash_ids" in row else ()
+            return Query(_length(prompt, row[prompt]), _length(output, row[output]), at, blocks=blocks)
     known = "; ".join(", ".join(names) for *names, _unit in COLUMNS)
     raise ValueError(f"it has {', '.join(map(str, row)) or 'nothing'}, and needs one of: {known}")
 
