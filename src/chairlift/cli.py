@@ -21,6 +21,7 @@ from chairlift.commands.chat import chat
 from chairlift.commands.command import Command, Group
 from chairlift.commands.compare import compare
 from chairlift.commands.explain import explain
+from chairlift.commands.plan import plan
 from chairlift.commands.profile import profile
 from chairlift.commands.pull import pull
 from chairlift.commands.run import run
@@ -43,7 +44,7 @@ for each in (cache, kv, agreement, sizes):
     bench.app.command(cls=Command)(each)
 bench.app.command("chat", cls=Command)(bench_chat)
 app.add_typer(bench.app, name="bench")
-for each in (compare, profile):
+for each in (compare, plan, profile):
     app.command(cls=Command)(each)
 app.command("simulate", cls=Command)(simulate_command)
 

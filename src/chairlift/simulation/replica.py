@@ -78,6 +78,7 @@ class Replica:
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self._on_end = on_end
         self._lives: dict[str, Life] = {}
+        self._unstarted: set[str] = set()  # requests in the batch without a token
 
     @property
     def has_work(self) -> bool:
@@ -123,17 +124,21 @@ class Replica:
                 self._end(event.sequence.request.id, event.finish_reason, len(event.sequence.tokens), event.error)
 
     def _see(self, plan: StepPlan, begun: float, seconds: float) -> None:
-        """Note the first tokens of a collected step. Steps of decodes alone have none."""
-        if plan.placed or plan.tokens != len(plan.sequences):
+        """Note the first tokens of a collected step."""
+        self._unstarted.update(each.request.id for each in plan.placed if len(each.tokens) == each.prompt_length)
+        if self._unstarted:
             now = self.clock.now()
             for sequence in plan.samples:
-                life = self._lives.get(sequence.request.id)  # None: it ended while this step was in flight
-                if life is not None and life.first == inf:
-                    life.first = now
+                id = sequence.request.id
+                if id in self._unstarted:
+                    self._unstarted.discard(id)
+                    if (life := self._lives.get(id)) is not None:  # None: it ended while this step was in flight
+                        life.first = min(life.first, now)
         if self.on_step is not None:
             self.on_step(plan, begun, seconds)
 
     def _end(self, id: str, reason: FinishReason, tokens: int, error: str | None) -> None:
+        self._unstarted.discard(id)
         life = self._lives.pop(id, None)
         if life is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -37,6 +38,8 @@ class Outlook:
     seconds: float = 0.0  # from the first arrival to the last token
     busy: float = 0.0  # seconds of steps, of all replicas
     good: int = 0  # requests within every target
+    missed: Counter[str] = field(default_factory=Counter)  # requests beyond each target
+    is_broken_off: bool = False  # it ended early, since too many requests missed a target
     times: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram() for name in (*TARGETS, "step")})
     series: list[Series] = field(default_factory=list)  # of each replica
 
@@ -78,6 +81,7 @@ class Simulation:
         self._router = Router(names, routing) if replicas > 1 else None
         self._routes: dict[int, Route] = {}
         self._targets = dict(targets or {})
+        self.most_missed: float = inf  # end the simulation when more requests miss a target
         for replica, series in zip(self.replicas, self.outlook.series, strict=True):
             replica.on_step = self._watch(replica, series)
 
@@ -85,7 +89,7 @@ class Simulation:
         """Run requests, ordered by their times, to their ends; `advance` counts those that have arrived."""
         arrivals = iter(enumerate(queries))
         number, query = next(arrivals, (0, None))
-        while True:
+        while not self.outlook.is_broken_off:
             replica = min(self.replicas, key=lambda each: each.ready_at) if len(self.replicas) > 1 else self.replicas[0]
             moment = replica.ready_at
             if query is not None and query.at <= moment:
@@ -150,7 +154,10 @@ class Simulation:
             own["tpot"] = (life.end - life.first) / (life.tokens - 1)
         for name, value in own.items():
             found.times[name].add(value)
-        found.good += all(own.get(name, 0.0) <= limit for name, limit in self._targets.items())
+        missed = [name for name, limit in self._targets.items() if own.get(name, 0.0) > limit]
+        found.good += not missed
+        found.missed.update(missed)
+        found.is_broken_off = any(found.missed[name] > self.most_missed for name in missed)
 
     def _close(self) -> None:
         for replica in self.replicas:

@@ -1,0 +1,189 @@
+"""`chairlift plan`: the cheapest configurations that hold latency targets on a trace."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chairlift.commands.options import duration
+from chairlift.commands.reports import (
+    JsonFile,
+    OutputTokens,
+    PromptTokens,
+    TrafficSeed,
+    check_files,
+    progress_bar,
+    show,
+    write_numbers,
+)
+from chairlift.commands.simulate import read_queries
+from chairlift.core.errors import ChairliftError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from chairlift.simulation.planning import Candidate, Plan, Verdict
+
+# Approximate prices of an hour in dollars, in the cloud, in 2025: give your own with --price.
+_PRICES = {"a100": 1.8, "h100": 2.8, "h200": 3.5, "b200": 5.5, "l40s": 1.0, "mi300x": 2.5}
+_LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
+
+
+def plan(
+    trace: Annotated[
+        str, typer.Argument(help="A recording (JSONL or CSV), or a workload: uniform, lognormal, uniform256, ...")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A model's shape, or a folder with a config.json; no weights are read.")
+    ] = "llama-3.1-8b",
+    hardware: Annotated[str, typer.Option(help="The chips to consider, separated by commas.")] = "h200",
+    ttft_p99: Annotated[
+        float | None, typer.Option(parser=duration, metavar="TIME", help="The first token of 99% of all answers.")
+    ] = None,
+    tpot_p99: Annotated[
+        float | None, typer.Option(parser=duration, metavar="TIME", help="The time per output token of 99%.")
+    ] = None,
+    e2e_p99: Annotated[
+        float | None, typer.Option(parser=duration, metavar="TIME", help="The whole answer of 99%.")
+    ] = None,
+    tensor_parallel: Annotated[
+        str, typer.Option(help="Devices per copy to consider, separated by commas.")
+    ] = "1,2,4,8",
+    weight_bits: Annotated[str, typer.Option(help="Bits of a weight to consider: 16, 8, 4.")] = "16",
+    kv_dtype: Annotated[str, typer.Option(help="KV dtypes to consider: auto, fp8, int8.")] = "auto",
+    price: Annotated[
+        list[str] | None, typer.Option(help="Price of a device's hour, such as h200=3.5; repeatable.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Requests per second, or x2 for twice the trace's own rate.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Plan for only the first so many requests.", min=1)] = None,
+    prompt_tokens: PromptTokens = "16..256",
+    output_tokens: OutputTokens = "16..256",
+    workload_seed: TrafficSeed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Find the cheapest configurations that hold latency targets on a trace, by simulating them.
+
+    It tries chips, devices per copy, formats, policies and replicas, on all cores, and prints ready command lines.
+    """
+    from chairlift.costs.shape import shape_of
+    from chairlift.simulation.planning import candidates, search
+    from chairlift.simulation.workers import started
+
+    targets = {"ttft": ttft_p99, "tpot": tpot_p99, "e2e": e2e_p99}
+    wanted = {name: limit for name, limit in targets.items() if limit is not None}
+    if not wanted:
+        raise ChairliftError("there is no target to hold: give --ttft-p99 1s, --tpot-p99 50ms or --e2e-p99 10s")
+    check_files(json_file)
+    prices = read_prices(price or [])
+    queries = read_queries(trace, rate, requests, prompt_tokens, output_tokens, workload_seed)
+    formats = [
+        (bits, kind) for bits in _numbers("weight-bits", weight_bits, (16, 8, 4)) for kind in kv_dtype.split(",")
+    ]
+    shapes = {(bits, kind): shape_of(model, bits, kind) for bits, kind in formats}
+    names = hardware.split(",")
+    found = list(candidates(shapes, names, _numbers("tensor-parallel", tensor_parallel, range(1, 65))))
+    if not found:
+        raise ChairliftError(f"{model} fits on none of {hardware} with --tensor-parallel {tensor_parallel}: allow more")
+
+    def cost(candidate: Candidate) -> float:
+        return candidate.devices * prices[candidate.hardware]
+
+    count = min(len(found), os.cpu_count() or 1)
+    with (
+        tempfile.TemporaryDirectory(prefix="chairlift-plan-") as folder,
+        started(count, Path(folder), queries, shapes, wanted) as workers,
+        ThreadPoolExecutor(count) as threads,
+        progress_bar(2 * len(found)) as (notice, advance),
+    ):
+        notice(f"simulating {len(found)} placements of {model}")
+        made = search(found, workers.check, cost, wanted, threads, advance)
+    show(tables(made, model, trace, cost))
+    write_numbers(json_file, _numbers_of(made, model, cost))
+    for verdict in made.holding[:1]:
+        print(verdict.candidate.command(model))
+
+
+def _numbers(flag: str, text: str, known: Any) -> list[int]:
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        found = [-1]
+    if any(each not in known for each in found):
+        raise ChairliftError(f"--{flag} is {text!r}: use numbers separated by commas, such as 1,2,4")
+    return found
+
+
+def read_prices(texts: list[str]) -> dict[str, float]:
+    """Read prices as h200=3.5 over the known ones.
+
+    >>> read_prices(["h200=3"])["h200"]
+    3.0
+    """
+    found = dict(_PRICES)
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            found[name] = -1.0
+        if name not in _PRICES or found[name] < 0:
+            raise ChairliftError(f"--price is {text!r}: use a chip and its price, such as h200=3.5")
+    return found
+
+
+def tables(made: Plan, model: str, trace: str, cost: Any) -> Group:
+    """Return the table of what holds, and of what does not and why."""
+    from rich.console import Group
+
+    from chairlift.report.tables import table
+
+    shown = [
+        (
+            verdict.candidate.command(model),
+            f"{verdict.candidate.devices} {verdict.candidate.hardware}",
+            f"{cost(verdict.candidate):.2f}",
+            *(f"{verdict.summary['ms'][name]['p99']:,.0f}" for name in verdict.strain),
+            f"{verdict.summary['busy']:.0%}",
+        )
+        for verdict in made.holding
+    ]
+    names = list((made.holding or made.failing)[0].strain)
+    heads = ("serves it", "devices", "$/h", *(f"{_LABELS[name]} p99, ms" for name in names), "busy")
+    parts = [table(f"{model}: what holds on {trace}", heads, shown)] if shown else []
+    broken = [(_describe(verdict), _reason(verdict)) for verdict in made.failing]
+    if broken:
+        parts.append(table("what does not hold", ("configuration", "breaks first"), broken, labels=2))
+    return Group(*parts)
+
+
+def _describe(verdict: Verdict) -> str:
+    each = verdict.candidate
+    return f"{each.devices} {each.hardware}, {each.ranks} a copy, {each.bits}-bit weights, KV {each.kv_dtype}"
+
+
+def _reason(verdict: Verdict) -> str:
+    name = verdict.breaks_first
+    found = verdict.summary["ms"].get(name)
+    if found is None:
+        return "requests are rejected: they are longer than the KV cache"
+    return f"{_LABELS[name]} p99 is {found['p99']:,.0f} ms, {verdict.strain[name]:.1f}x of its target"
+
+
+def _numbers_of(made: Plan, model: str, cost: Any) -> dict[str, Any]:
+    def row(verdict: Verdict) -> dict[str, Any]:
+        each = verdict.candidate
+        return {
+            "command": each.command(model),
+            "hardware": each.hardware,
+            "devices": each.devices,
+            "price": cost(each),
+            "strain": verdict.strain,
+            "summary": verdict.summary,
+        }
+
+    return {"holding": [row(each) for each in made.holding], "failing": [row(each) for each in made.failing]}
