@@ -63,7 +63,7 @@ MAY_IMPORT = {
         "models",
         "ops",
     },
-    "offline": {"offline", "openai", "execution", "engine", "core", "models", "text"},
+    "offline": {"offline", "openai", "cluster.tensor_parallel", "execution", "engine", "core", "models", "text"},
     "openai": {"openai", "core", "text"},
     "apis": {"apis", "openai", "core"},
     "serving": {
@@ -77,6 +77,7 @@ MAY_IMPORT = {
         "models",
         "text",
         "execution.build",
+        "cluster.tensor_parallel.build",
     },
 }
 TOP = (
@@ -154,6 +155,20 @@ def test_imports_go_one_way(part: str) -> None:
         if (bad := [name for name in ours_in(module) if not is_within(name, MAY_IMPORT[part])])
     }
     assert wrong == {}
+
+
+def test_ranks_stand_on_execution_alone() -> None:
+    may = {"cluster.tensor_parallel", "execution", "core", "models.division"}
+    for module in modules_of("cluster"):
+        if module.startswith("chairlift.cluster.tensor_parallel"):
+            assert [name for name in ours_in(module) if not is_within(name, may)] == [], module
+
+
+@pytest.mark.parametrize("package", ["msgspec", "zmq", "torch.distributed", "starlette"])
+def test_one_rank_needs_nothing_of_several(package: str) -> None:
+    """A GPU box may have only torch; and what several ranks need takes time to import."""
+    code = f"import sys, torch; sys.modules.pop('{package}', None); import chairlift.offline.llm; sys.exit('{package}' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_nobody_below_the_top_imports_it() -> None:
