@@ -33,12 +33,14 @@ class Ranks:
         if sys.platform != "linux":
             raise SettingsError(f"tensor_parallel is {size}, which needs Linux: use 1")
         self.on_fault: Callable[[str], None] = lambda _reason: None  # called by the watching thread
+        self._is_closed = False
         self._threads = torch.get_num_threads()
         threads = max(1, self._threads // size) if device.type == "cpu" else self._threads
         self._sender = SharedSender(size - 1)
-        self._store, board = make_memory(0), make_memory(Board.size(size))
+        # The store stays open: torch opens it by this number until it collects the group, at any later time.
+        store, board = make_memory(0), make_memory(Board.size(size))
         own_board = Board(board, 0)
-        shared = [self._sender.descriptor, board, self._store]
+        shared = [self._sender.descriptor, board, store]
         processes = [self._process(rank, size, device, threads, shared) for rank in range(1, size)]
         self.watch = Watch(processes, own_board, self._has_fault)
         for descriptor in (self._sender.descriptor, board):
@@ -46,7 +48,7 @@ class Ranks:
         with self.ending_on_error():
             _use_threads(threads)
             self.watch.wait_for("started")
-            self.group = connect(f"/proc/self/fd/{self._store}", 0, size, device, own_board)
+            self.group = connect(f"/proc/self/fd/{store}", 0, size, device, own_board)
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
@@ -77,12 +79,11 @@ class Ranks:
 
     def close(self) -> None:
         """End the rank processes and wait for their end."""
-        if self._store < 0:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._sender.close()
         self.watch.close()
-        os.close(self._store)
-        self._store = -1
         _use_threads(self._threads)
 
     def _has_fault(self, reason: str) -> None:
