@@ -88,6 +88,12 @@ def test_every_way_to_run_on_two_ranks(two: Ranks, tiny_model: Path) -> None:
     compare(two, tiny_model, WAYS)
 
 
+def test_a_group_of_one_rank_runs_the_same_code(tiny_model: Path) -> None:
+    ranks = Ranks(1, torch.device("cpu"))
+    compare(ranks, tiny_model, WAYS)
+    ranks.close()
+
+
 def test_a_vocabulary_that_does_not_divide_is_padded(four: Ranks, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, vocab_size=385, tie_word_embeddings=True)
     compare(four, folder, {"batched": {}})

@@ -97,7 +97,8 @@ def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks are on one host
     # Without this, torch ends the process when NCCL reports an error; ranks are watched here (watch.py).
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _LOADING
     return dist.ProcessGroupNCCL(store, rank, size, options)
