@@ -33,6 +33,8 @@ def ask(server: Running, seen: list[tuple[int, str, float]]) -> None:
     """Stream one answer; note its tokens, how it ended and when."""
     tokens, ended = 0, "cut off"
     with httpx.stream("POST", f"{server.url}/v1/completions", json=BODY, timeout=60) as reply:
+        if reply.status_code == 503 and "error" in json.loads(reply.read()):
+            ended = "refused"  # it came after the engine's end
         for line in reply.iter_lines():
             if not line.startswith("data: "):
                 continue
@@ -47,7 +49,7 @@ def ask(server: Running, seen: list[tuple[int, str, float]]) -> None:
     seen.append((tokens, ended, time.monotonic()))
 
 
-def lose_a_rank(server: Running) -> dict[str, float]:
+def lose_a_rank(server: Running, how: signal.Signals = signal.SIGKILL) -> dict[str, float]:
     [rank] = rank_processes(server)
     seen: list[tuple[int, str, float]] = []
     clients = [threading.Thread(target=ask, args=(server, seen)) for _ in range(CLIENTS)]
@@ -55,11 +57,11 @@ def lose_a_rank(server: Running) -> dict[str, float]:
         client.start()
     server.wait_until(lambda: server.metric("num_requests_running") > 0)
     killed = time.monotonic()
-    os.kill(rank, signal.SIGKILL)
+    os.kill(rank, how)
     unwell = server.wait_until(lambda: not server.is_healthy())
     for client in clients:
         client.join()
-    assert {ended for _, ended, _ in seen} <= {"done", "error"}, "every client is told how its answer ended"
+    assert {ended for _, ended, _ in seen} <= {"done", "error", "refused"}, "every client is told how its answer ended"
     assert any(ended == "error" for _, ended, _ in seen)
     errors = [at - killed for _, ended, at in seen if ended == "error"]
     well = server.wait_until(server.is_healthy, 120)
@@ -69,6 +71,14 @@ def lose_a_rank(server: Running) -> dict[str, float]:
     reply = server.post("/v1/completions", {**BODY, "max_tokens": 4, "stream": False})
     assert reply.json()["usage"]["completion_tokens"] == 4
     return {"errors after": max(errors), "unhealthy after": unwell, "healthy again after": well, "clients": len(errors)}
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_ends_the_engine_after_its_deadline(tiny_model: Path) -> None:
+    with running(tiny_model, "--tensor-parallel", "2", "--log-level", "error") as server:
+        found = lose_a_rank(server, signal.SIGSTOP)
+        print(json.dumps(found))
+        assert found["errors after"] < 20
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])

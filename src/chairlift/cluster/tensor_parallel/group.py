@@ -6,6 +6,7 @@ The process group is made directly, not as torch's default one: a program that u
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,10 @@ _LOOPBACK = "127.0.0.1"
 dist: Any = torch.distributed  # the stubs lack what is used here
 
 
+class LostRankError(DeviceError):
+    """An operation between ranks failed, most likely because another rank has ended."""
+
+
 class TorchGroup:
     """This rank's end of a process group."""
 
@@ -32,7 +37,7 @@ class TorchGroup:
 
     def sum(self, x: Any) -> Any:
         """Sum a tensor or a NumPy array over all ranks, in place, and return it."""
-        self._wait(self._backend.allreduce([x if isinstance(x, torch.Tensor) else torch.from_numpy(x)]))
+        self._run(self._backend.allreduce, [x if isinstance(x, torch.Tensor) else torch.from_numpy(x)])
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,16 +45,16 @@ class TorchGroup:
         if self._device.type == "cuda":
             # All ranks get all parts: NCCL gathers to one rank no faster, and this is what is usual in CUDA graphs.
             parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-            self._wait(self._backend._allgather_base(parts, x.contiguous()))
+            self._run(self._backend._allgather_base, parts, x.contiguous())
             return x if self.rank else parts.transpose(0, 1).reshape(x.shape[0], -1)
         found = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        self._wait(self._backend.gather([found] if found else [], [x.contiguous()], dist.GatherOptions()))
+        self._run(self._backend.gather, [found] if found else [], [x.contiguous()], dist.GatherOptions())
         return torch.cat(found, dim=1) if found else x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Overwrite a tensor with that of rank 0 and return it."""
         x = x.contiguous()
-        self._wait(self._backend.broadcast(x, 0))
+        self._run(self._backend.broadcast, x, 0)
         return x
 
     def least(self, number: int) -> int:
@@ -57,7 +62,7 @@ class TorchGroup:
         found = torch.tensor([number], device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        self._wait(self._backend.allreduce([found], options))
+        self._run(self._backend.allreduce, [found], options)
         return int(found)
 
     def abort(self) -> None:
@@ -65,12 +70,12 @@ class TorchGroup:
         if self._device.type == "cuda":
             self._backend.abort()
 
-    def _wait(self, work: Any) -> None:
+    def _run(self, operation: Callable[..., Any], *arguments: Any) -> None:
         self._board.advance()
         try:
-            work.wait()
+            operation(*arguments).wait()
         except RuntimeError as error:
-            raise DeviceError(f"the connection to another rank was lost ({str(error).splitlines()[0]})") from error
+            raise LostRankError(f"the connection to another rank was lost ({str(error).splitlines()[0]})") from error
 
 
 def connect(store: str, rank: int, size: int, device: torch.device, board: Board) -> TorchGroup:
@@ -87,7 +92,9 @@ def connect(store: str, rank: int, size: int, device: torch.device, board: Board
             options._timeout = _LOADING
             backend = dist.ProcessGroupGloo(files, rank, size, options)
     except RuntimeError as error:
-        raise DeviceError(f"rank {rank} could not connect to the other ranks: {str(error).splitlines()[0]}") from error
+        raise LostRankError(
+            f"rank {rank} could not connect to the other ranks: {str(error).splitlines()[0]}"
+        ) from error
     group = TorchGroup(backend, rank, size, device, board)
     group.least(0)  # NCCL connects at its first operation, which must not be inside a captured step
     return group

@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from chairlift.cluster.tensor_parallel.channel import Receiver, SharedReceiver
-from chairlift.cluster.tensor_parallel.group import TorchGroup, connect
+from chairlift.cluster.tensor_parallel.group import LostRankError, TorchGroup, connect
 from chairlift.cluster.tensor_parallel.memory import Board
-from chairlift.core.errors import ChairliftError, DeviceError
+from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.core.step import Step
 from chairlift.core.values import one_line
@@ -103,7 +103,7 @@ def main() -> None:
         reports.say(started=True)
         group = connect(f"/proc/self/fd/{job['store']}", rank, job["size"], device, board)
         Follower(group, receiver, reports).run()
-    except DeviceError as error:
+    except LostRankError as error:
         reports.say(lost=one_line(error))
         os._exit(1)
     except ChairliftError as error:

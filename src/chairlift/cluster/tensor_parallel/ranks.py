@@ -57,6 +57,7 @@ class Ranks:
             yield
         except BaseException as error:
             cause = self.watch.wait_for_fault() if isinstance(error, DeviceError) else None
+            self.watch.fail("rank 0 could not start")  # they may wait for rank 0
             self.close()
             if cause is None:
                 raise
@@ -73,7 +74,7 @@ class Ranks:
 
     def lose(self, error: Exception) -> DeviceError:
         """End all ranks after an error in a step; return the DeviceError to raise, with the first cause."""
-        cause = self.watch.fault or (self.watch.wait_for_fault() if isinstance(error, DeviceError) else None)
+        cause = self.watch.wait_for_fault() if isinstance(error, DeviceError) else self.watch.fault
         self.watch.fail(f"rank 0: {type(error).__name__}: {error}")
         return DeviceError(cause or self.watch.fault or str(error))
 
@@ -82,6 +83,7 @@ class Ranks:
         if self._is_closed:
             return
         self._is_closed = True
+        self.watch.expect_end()
         self._sender.close()
         self.watch.close()
         _use_threads(self._threads)

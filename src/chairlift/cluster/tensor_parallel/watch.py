@@ -101,9 +101,12 @@ class Watch:
         self._kill()
         self._on_fault(reason)
 
-    def close(self) -> None:
-        """Wait until the processes have ended, which they do by themselves; kill those that do not."""
+    def expect_end(self) -> None:
+        """Note that the processes are about to end by themselves."""
         self._is_closing = True
+
+    def close(self) -> None:
+        """Wait until the processes have ended; kill those that do not end by themselves."""
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSING + 1)
 
