@@ -6,6 +6,7 @@ It is started with one argument, a job in JSON. It ends when rank 0 closes the c
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.core.step import Step
 from chairlift.core.values import one_line
+from chairlift.engine.garbage import freeze_loaded
 from chairlift.execution.build import Loaded, find_model, load_found, prepare
 from chairlift.execution.executor import Ticket, TorchExecutor
 
@@ -78,9 +80,12 @@ class Follower:
 
     def _prepare(self, settings: dict[str, Any]) -> None:
         assert self._loaded is not None
-        self._executor = None
+        self._executor = None  # frees the KV cache of an engine before this one
         self._in_flight.clear()
+        gc.unfreeze()
+        gc.collect()
         self._executor = prepare(self._loaded, Settings.of(**settings), progress=False).executor
+        freeze_loaded()  # all ranks wait for one that collects garbage in a step
 
 
 def die_with_parent(parent: int) -> None:
