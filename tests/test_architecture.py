@@ -64,7 +64,7 @@ MAY_IMPORT = {
         "models",
         "ops",
     },
-    "offline": {"offline", "openai", "execution", "engine", "core", "models", "text"},
+    "offline": {"offline", "openai", "cluster.tensor_parallel", "execution", "engine", "core", "models", "text"},
     "openai": {"openai", "core", "text"},
     "apis": {"apis", "openai", "core"},
     "serving": {
@@ -79,6 +79,7 @@ MAY_IMPORT = {
         "models",
         "text",
         "execution.build",
+        "cluster.tensor_parallel.build",
     },
 }
 TOP = (
@@ -156,6 +157,20 @@ def test_imports_go_one_way(part: str) -> None:
         if (bad := [name for name in ours_in(module) if not is_within(name, MAY_IMPORT[part])])
     }
     assert wrong == {}
+
+
+def test_ranks_stand_on_execution_alone() -> None:
+    may = {"cluster.tensor_parallel", "execution", "engine.garbage", "core", "models.division"}
+    for module in modules_of("cluster"):
+        if module.startswith("chairlift.cluster.tensor_parallel"):
+            assert [name for name in ours_in(module) if not is_within(name, may)] == [], module
+
+
+@pytest.mark.parametrize("package", ["msgspec", "zmq", "starlette", "uvicorn"])
+def test_an_llm_of_one_rank_needs_no_package_of_servers(package: str) -> None:
+    """A GPU box may have torch and little else."""
+    code = f"import sys, chairlift.offline.llm; sys.exit('{package}' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_nobody_below_the_top_imports_it() -> None:

@@ -265,7 +265,7 @@ def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: 
     ("flag", "hint"),
     [
         ("--max-model-len", "--max-model-len is called --max-length here"),
-        ("--tensor-parallel-size", "there is no --tensor-parallel-size here"),
+        ("--pipeline-parallel-size", "there is no --pipeline-parallel-size here"),
     ],
 )
 def test_a_flag_of_vllm_is_answered_with_ours(flag: str, hint: str) -> None:

@@ -106,4 +106,4 @@ def test_each_of_vllm_s_settings_is_answered_with_ours_or_a_reason() -> None:
             LLM("unread", **{name: 1})
         assert str(caught.value) == setting_hint(name)
     assert flag_hint("--gpu-memory-utilization=0.9") == "--gpu-memory-utilization is called --memory-share here"
-    assert flag_hint("--tensor-parallel-size") == "there is no --tensor-parallel-size here: a model runs on one device"
+    assert flag_hint("--tensor-parallel-size") == "--tensor-parallel-size is called --tensor-parallel here"

@@ -48,7 +48,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "there is no setting max_lenght (did you mean max_length?); the settings are aging, batch_window",
     ),
     ({"max_model_len": 5}, "max_model_len is called max_length here"),
-    ({"tensor_parallel_size": 2}, "there is no tensor_parallel_size here: a model runs on one device"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size is called tensor_parallel here"),
+    ({"tensor_parallel": 0}, "tensor_parallel is 0: use 1 or more, or leave it out"),
+    (
+        {"pipeline_parallel_size": 2},
+        "there is no pipeline_parallel_size here: a model is divided over devices by tensor_parallel alone",
+    ),
 ]
 
 

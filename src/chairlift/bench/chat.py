@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from chairlift import __version__
+from chairlift.cluster.tensor_parallel.build import assemble, load_model
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Outcome, StepPlan
@@ -23,7 +24,7 @@ from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
 from chairlift.engine.engine import Engine
-from chairlift.execution.build import Loaded, assemble, load_model
+from chairlift.execution.build import Loaded
 from chairlift.report.numbers import common_length, percentile
 from chairlift.report.tables import table
 

@@ -111,7 +111,7 @@ class Comparison:
 
     def run(self, notice: Callable[[str], None], advance: Callable[[int], None]) -> None:
         """Run all cells `repeat` times, interleaved, so that other load on the machine affects all cells alike."""
-        from chairlift.execution.build import load_model
+        from chairlift.cluster.tensor_parallel.build import load_model
 
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chairlift-compare-")))
@@ -133,7 +133,7 @@ class Comparison:
 
     def _drive(self, loaded: Loaded, cell: Cell, mix: Mix, advance: Callable[[int], None]) -> MixResult:
         """Run the mix on a new engine, and free its KV memory afterwards."""
-        from chairlift.execution.build import assemble
+        from chairlift.cluster.tensor_parallel.build import assemble
 
         built = assemble(loaded, Settings.of(**cell.settings), progress=False)
         try:

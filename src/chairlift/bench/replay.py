@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from chairlift.cluster.tensor_parallel.build import build
 from chairlift.core.settings import Settings
-from chairlift.execution.build import build
 from chairlift.execution.recording import Replay, read_header, replay
 from chairlift.report.numbers import percentile
 from chairlift.report.tables import table

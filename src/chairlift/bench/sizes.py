@@ -15,6 +15,7 @@ import torch
 from rich.table import Table
 
 from chairlift import __version__
+from chairlift.cluster.tensor_parallel.build import assemble, load_model
 from chairlift.core.errors import ChairliftError
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
@@ -25,7 +26,7 @@ from chairlift.costs.floor import weights_of
 from chairlift.costs.machine import measure_rates
 from chairlift.engine.engine import Engine
 from chairlift.evaluation.twin import Subject
-from chairlift.execution.build import Built, assemble, choose_limits, load_model
+from chairlift.execution.build import Built, choose_limits
 from chairlift.report.numbers import scaled
 from chairlift.report.tables import Columns, number_table
 

@@ -42,6 +42,11 @@ class ModelSettings:
         "auto is float32 on a CPU and the model's own dtype on a GPU; change it to trade accuracy for memory.",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    tensor_parallel: int = option(
+        1,
+        "Ranks that share the model, each a process with its own GPU, or its share of a CPU's cores; raise it when the "
+        "weights do not fit one device.",
+    )
     load_format: str = option(
         "auto",
         "dummy makes random weights from the config alone; use it to measure speed without a download.",
@@ -209,6 +214,7 @@ class Settings:
         if self.model.max_length is not None and self.model.max_length < 2:
             raise SettingsError(f"max_length is {self.model.max_length}: a prompt and an answer need at least 2 tokens")
         for group, name, least in (
+            (self.model, "tensor_parallel", 1),
             (self.scheduling, "max_sequences", 1),
             (self.scheduling, "step_tokens", 1),
             (self.cache, "host_tokens", 0),

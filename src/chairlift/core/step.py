@@ -31,6 +31,9 @@ class Sampling:
     processors: tuple[Processor, ...] = ()  # params.logits_processors; these cannot leave the process
 
 
+_ANY = SamplingParams()
+
+
 class Newcomer(NamedTuple):
     """A sequence that is placed in a row by this step, with all that the executor must know of it."""
 
@@ -74,12 +77,15 @@ class Step:
     spilled: Moves = field(default_factory=list)
     loaded: Moves = field(default_factory=list)
 
-    def plain(self) -> dict[str, Any]:
-        """Return the step as numbers, strings, lists and dicts alone, for JSON or a socket."""
+    def plain(self, *, chooses: bool = True) -> dict[str, Any]:
+        """Return the step as numbers, strings, lists and dicts alone, for JSON or a socket.
+
+        Without `chooses`, it is for an executor that chooses and scores no token, and has no sampling parameters.
+        """
         found = {each.name: getattr(self, each.name) for each in fields(Step)}
         shared = list({id(each.sampling): each.sampling for each in self.newcomers}.values())  # by siblings
         found["newcomers"] = [[*each[:4], shared.index(each.sampling)] for each in self.newcomers]
-        found["samplings"] = [_plain_sampling(each) for each in shared]
+        found["samplings"] = [_plain_sampling(each if chooses else _unchosen(each)) for each in shared]
         return {name: value for name, value in found.items() if value}
 
     @staticmethod
@@ -94,6 +100,12 @@ class Step:
         for name in ("drafts", "copies", "saved", "restored", "spilled", "loaded"):
             setattr(step, name, list(map(tuple, getattr(step, name))))
         return step
+
+
+def _unchosen(sampling: Sampling) -> Sampling:
+    """Return what an executor that chooses no token must know: for which tokens of the prompt it computes logits."""
+    scored = sampling.prompt_alternatives
+    return Sampling(_ANY, sampling.prompt_length, prompt_alternatives=scored)
 
 
 def _plain_sampling(sampling: Sampling) -> list[Any]:

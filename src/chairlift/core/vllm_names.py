@@ -13,6 +13,7 @@ RENAMED = {
     "max_num_seqs": "max_sequences",
     "preemption_mode": "preemption",
     "scheduling_policy": "policy",
+    "tensor_parallel_size": "tensor_parallel",
 }
 
 # vLLM's flags of `serve` that are not engine settings -> ours.
@@ -23,7 +24,7 @@ RENAMED_FLAGS = {
     "uvicorn_log_level": "log_level",
 }
 
-_ONE_DEVICE = "a model runs on one device"
+_RANKS = "a model is divided over devices by tensor_parallel alone"
 _NO_ADAPTERS = "LoRA adapters are not supported"
 _NO_CODE = "a model's own code is never run"
 _RECORDED = "steps are captured as CUDA graphs wherever possible"
@@ -44,19 +45,19 @@ ABSENT = {
     "config_format": _FROM_FILES,
     "cpu_offload_gb": "weights stay on the device; use a smaller or a quantized model",
     "cuda_graph_sizes": _RECORDED,
-    "data_parallel_size": _ONE_DEVICE + "; start one server for each GPU",
-    "decode_context_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": "start one server for each GPU",
+    "decode_context_parallel_size": _RANKS,
     "disable_async_output_proc": "use overlap=False to run step by step",
     "disable_cascade_attn": "use shared_reads=False to read a shared prefix once per sequence",
-    "disable_custom_all_reduce": _ONE_DEVICE,
+    "disable_custom_all_reduce": _RANKS,
     "disable_log_requests": "use log_level",
     "disable_log_stats": "statistics are metrics, which a server exposes at /metrics",
     "disable_sliding_window": _FROM_FILES,
-    "distributed_executor_backend": _ONE_DEVICE,
+    "distributed_executor_backend": _RANKS,
     "download_dir": "models are kept under HF_HOME",
     "enable_auto_tool_choice": _NO_TOOLS,
     "enable_chunked_prefill": "prompts are chunked; prefill='whole' computes each in one step",
-    "enable_expert_parallel": _ONE_DEVICE,
+    "enable_expert_parallel": _RANKS,
     "enable_lora": _NO_ADAPTERS,
     "enable_prompt_embeds": _TEXT_ONLY,
     "enable_sleep_mode": "memory is freed when the process ends",
@@ -81,7 +82,7 @@ ABSENT = {
     "num_lookahead_slots": _NO_DRAFTS,
     "num_scheduler_steps": "a step is planned while the previous one runs; see overlap",
     "override_generation_config": "give SamplingParams; generation_config='none' ignores the model's own values",
-    "pipeline_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _RANKS,
     "prefix_caching_hash_algo": "the prefix cache compares tokens and has no hash",
     "quantization": "the model's files determine the format; name a GGUF file for quantized weights",
     "reasoning_parser": "reasoning is not separated from the answer",
@@ -93,21 +94,20 @@ ABSENT = {
     "speculative_model": _NO_DRAFTS,
     "swap_space": "use host_tokens, the number of tokens kept in host memory, with preemption='swap'",
     "task": "models generate text",
-    "tensor_parallel_size": _ONE_DEVICE,
     "tokenizer": "a model is read with its own tokenizer",
     "tokenizer_mode": "a model is read with its own tokenizer",
     "tokenizer_revision": "a model is read with its own tokenizer",
     "tool_call_parser": _NO_TOOLS,
     "trust_remote_code": _NO_CODE,
-    "worker_cls": _ONE_DEVICE,
+    "worker_cls": _RANKS,
 }
 
 
 def setting_hint(name: str) -> str | None:
     """Return what to use instead of a setting of vLLM; None for a name that vLLM does not have.
 
-    >>> setting_hint("max_model_len"), setting_hint("tensor_parallel_size")
-    ('max_model_len is called max_length here', 'there is no tensor_parallel_size here: a model runs on one device')
+    >>> setting_hint("max_model_len"), setting_hint("hf_token")
+    ('max_model_len is called max_length here', 'there is no hf_token here: set HF_TOKEN in the environment')
     """
     if name in RENAMED:
         return f"{name} is called {RENAMED[name]} here"

@@ -69,7 +69,7 @@ def compile_kernels(decoder: Decoder, max_length: int, block_size: int, kv_dtype
 
     dtypes = {decoder.config.dtype, torch.float32}  # rules and penalties compute in float32
     chunk = 4 * _FEW
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(None if decoder.group is None else 1) as pool:  # all ranks must run in the same order
         compiling = [pool.submit(decode)]
         compiling += (pool.submit(run, 0, tokens) for tokens in (_FEW // 2, _FEW, _SHORT))
         compiling.append(pool.submit(run, _LONG - chunk, chunk))

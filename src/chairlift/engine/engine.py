@@ -91,6 +91,10 @@ class Engine:
         self._check_fault()
         self.scheduler.submit(request)
 
+    def end(self, fault: str) -> None:
+        """Run no further step, because of this fault; called by any thread."""
+        self.fault = self.fault or fault
+
     def abort(self, request_id: str, error: str | None = None) -> list[Event]:
         """End a request now, as failed if there is an error; its blocks are free on return."""
         return self.scheduler.abort(request_id, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,19 @@ from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
 from chairlift.costs.calibrate import calibrate
 from chairlift.costs.dry_run import compile_kernels, dry_run, warm_up_sampling
-from chairlift.engine.engine import Engine
+from chairlift.engine.engine import Engine, Executor
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
-from chairlift.models.families import outline, read_config
+from chairlift.models.division import of_one_rank
+from chairlift.models.families import read_config, record
 from chairlift.models.loader import RandomTensors, load_decoder
 from chairlift.models.shapes import config_alone
 from chairlift.models.sources import resolve
+from chairlift.ops.group import Group
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -49,13 +52,36 @@ class WallClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model on its device, for any number of engines, one after the other."""
+class Found:
+    """A model's files and config, before its weights are read."""
 
     config: ModelConfig
     checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device, for any number of engines, one after the other; of several ranks, this rank's part."""
+
+    config: ModelConfig  # of the whole model
+    checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
+    device: torch.device
     decoder: Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The executor of a loaded model and its memory: what every rank has."""
+
+    executor: TorchExecutor
+    limits: Limits
+    capacity: Capacity
+    host_blocks: int
+    disk: DiskBlocks | None
+    disk_blocks: int
+    cost: Cost
+    slowest_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +95,7 @@ class Built:
     checkpoint: Checkpoint | None
     device: torch.device
     slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
+    close: Callable[[], None] = lambda: None  # ends the processes of the other ranks
 
 
 def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
@@ -77,20 +104,37 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
 
 
 def load_model(model: str, settings: Settings, *, progress: bool = True) -> Loaded:
-    """Find the model and load it."""
-    device = choose_device(settings.model.device)
-    checkpoint: Checkpoint | None = None
-    if settings.model.load_format == "dummy":
-        config = read_config(config_alone(model), settings.model.dtype, device.type, file=model)
-    else:
-        checkpoint = open_checkpoint(resolve(model, progress=progress))
-        config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
-    decoder = load(config, checkpoint, device, choose_limits(config, settings, device).max_length, progress)
-    return Loaded(config, checkpoint, device, decoder)
+    """Find the model and load all of it; cluster/tensor_parallel has the same function for any number of ranks."""
+    if settings.model.tensor_parallel > 1:
+        raise SettingsError(f"tensor_parallel is {settings.model.tensor_parallel}, but this runs in one process: use 1")
+    return load_found(find_model(model, settings, progress=progress), settings, progress=progress)
 
 
 def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
     """Size the cache of a loaded model and join scheduler and executor."""
+    prepared = prepare(loaded, settings, progress=progress)
+    return join(prepared, loaded, settings, prepared.executor)
+
+
+def find_model(model: str, settings: Settings, *, progress: bool = True) -> Found:
+    """Find the model and read its config."""
+    device = choose_device(settings.model.device)
+    if settings.model.load_format == "dummy":
+        return Found(read_config(config_alone(model), settings.model.dtype, device.type, file=model), None, device)
+    checkpoint = open_checkpoint(resolve(model, progress=progress))
+    config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
+    return Found(config, checkpoint, device)
+
+
+def load_found(found: Found, settings: Settings, *, progress: bool = True, group: Group | None = None) -> Loaded:
+    """Load a model; of several ranks, this rank's part."""
+    config, checkpoint, device = found.config, found.checkpoint, found.device
+    length = choose_limits(config, settings, device).max_length
+    return Loaded(config, checkpoint, device, load(config, checkpoint, device, length, progress, group))
+
+
+def prepare(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Prepared:
+    """Size the cache of a loaded model and make its executor. All ranks run this at the same time."""
     config, device, decoder = loaded.config, loaded.device, loaded.decoder
     limits = choose_limits(config, settings, device)
     share = settings.cache.memory_share or (0.9 if device.type == "cuda" else 0.5)
@@ -110,26 +154,39 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
         start, tried = time.monotonic(), min(_TRIED, limits.max_length)
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
         slowest = (time.monotonic() - start) * limits.step_tokens / tried
-    scheduling = settings.scheduling
-    groups = capacity.groups
-    caches = settings.cache.prefix_cache and not groups.windows[0]  # the first group keeps all blocks, or none does
-    host_blocks, disk_blocks = choose_swap_blocks(settings, capacity, device, caches and groups.is_plain)
-    cost = calibrate(decoder, cache) if reads_cost(scheduling) or host_blocks else Cost()
-    pool, host, shelf = (BlockPool(count, capacity.block_size) for count in (capacity.blocks, host_blocks, disk_blocks))
-    known = PrefixCache(pool, (host, shelf), cost, groups) if caches else None
+    shelves = keeps_prefixes(settings, capacity) and capacity.groups.is_plain
+    host_blocks, disk_blocks = choose_swap_blocks(settings, capacity, device, shelves, decoder.group)
+    cost = calibrate(decoder, cache) if reads_cost(settings.scheduling) or host_blocks else Cost()
     disk = None
-    if known is not None and settings.cache.disk_cache is not None and disk_blocks:
+    if settings.cache.disk_cache is not None and disk_blocks:
         disk = DiskBlocks(Path(settings.cache.disk_cache), disk_blocks, capacity.block_bytes)
-        known.is_sound = disk.is_sound
-    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, groups.windows)
-    overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
     if device.type == "cuda" and HAS_TRITON:
         with console.status("capturing CUDA graphs") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
+    return Prepared(executor, limits, capacity, host_blocks, disk, disk_blocks, cost, slowest)
+
+
+def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Executor) -> Built:
+    """Join a scheduler to the executor: that of `prepared`, or one that also runs other ranks."""
+    capacity, limits, cost = prepared.capacity, prepared.limits, prepared.cost
+    counts = capacity.blocks, prepared.host_blocks, prepared.disk_blocks
+    pool, host, shelf = (BlockPool(count, capacity.block_size) for count in counts)
+    caches = keeps_prefixes(settings, capacity)
+    known = PrefixCache(pool, (host, shelf), cost, capacity.groups) if caches else None
+    if known is not None and prepared.disk is not None:
+        known.is_sound = prepared.disk.is_sound
+    scheduling, device = settings.scheduling, loaded.device
+    scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, capacity.groups.windows)
+    overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
-    return Built(engine, config, limits, capacity, loaded.checkpoint, device, slowest)
+    return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step)
+
+
+def keeps_prefixes(settings: Settings, capacity: Capacity) -> bool:
+    """Whether there is a prefix cache: the first group of layers keeps all blocks, or none does."""
+    return settings.cache.prefix_cache and not capacity.groups.windows[0]
 
 
 def choose_device(name: str) -> torch.device:
@@ -163,11 +220,15 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     return Limits(sequences, step_tokens, length, config.vocab_size)
 
 
-def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, shelves: bool) -> tuple[int, int]:
+def choose_swap_blocks(
+    settings: Settings, capacity: Capacity, device: torch.device, shelves: bool, group: Group | None
+) -> tuple[int, int]:
     """Return the numbers of host and disk blocks for swapped KV and, with `shelves`, evicted KV; 0: unused."""
     chosen, size, groups = settings.cache, capacity.block_size, len(capacity.groups.windows)
     swaps, spills = settings.scheduling.preemption != "recompute", shelves and chosen.disk_cache is not None
     affordable = available_memory() // 4
+    if group is not None:  # the ranks share the host's memory, and each keeps its part of every block there
+        affordable = group.least(affordable // group.size)
     host = 0  # on a CPU the KV cache is host memory itself
     if not swaps and not shelves:
         return 0, 0
@@ -183,13 +244,20 @@ def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.dev
 
 
 def load(
-    config: ModelConfig, checkpoint: Checkpoint | None, device: torch.device, max_length: int, progress: bool
+    config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+    max_length: int,
+    progress: bool,
+    group: Group | None = None,
 ) -> Decoder:
-    """Load the decoder onto its device, with a progress bar if `progress`."""
-    total = sum(map(math.prod, outline(config)[1].values())) * config.dtype.itemsize
-    require_memory(config, total, max_length, device)
+    """Load the decoder, or this rank's part of it, onto its device, with a progress bar if `progress`."""
+    ranks = 1 if group is None else group.size
+    own = of_one_rank(config, ranks)
+    total = sum(map(math.prod, record(own, ranks).shapes.values())) * config.dtype.itemsize
+    require_memory(own, total, max_length, device, ranks)
     source = checkpoint or RandomTensors(config, device)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         task = bar.add_task("loading weights", total=total)
-        return load_decoder(config, source, device, max_length, lambda count: bar.advance(task, count))
+        return load_decoder(config, source, device, max_length, lambda count: bar.advance(task, count), group)

@@ -29,6 +29,7 @@ class Capacity:
     bytes_per_token: int  # in all layers
     groups: CacheGroups
     max_length: int
+    ranks: int = 1  # each has all blocks, and in them its own KV heads
 
     @property
     def block_size(self) -> int:
@@ -51,13 +52,17 @@ class Capacity:
         full = self.tokens // self.max_length
         size = self.blocks * self.block_bytes / _MIB
         requests = counted(full, "request")
-        return f"{self.tokens:,} tokens ({size:,.0f} MiB), {requests} of the full {self.max_length:,} tokens"
+        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.tokens:,} tokens ({size:,.0f} MiB{each}), {requests} of the full {self.max_length:,} tokens"
 
 
-def require_memory(config: ModelConfig, weights: int, max_length: int, device: torch.device) -> None:
-    """Raise CapacityError, before anything is allocated, if the weights and rotary tables do not fit in memory."""
+def require_memory(config: ModelConfig, weights: int, max_length: int, device: torch.device, ranks: int = 1) -> None:
+    """Raise CapacityError, before anything is allocated, if the weights and rotary tables do not fit in memory.
+
+    All are those of one rank; on a CPU each rank may use its share of the memory.
+    """
     rotary = 6 * max_length * config.head_dim  # angles, cos and sin of head_dim / 2 frequencies in float32
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
     if weights + rotary > free:
         raise CapacityError(
             f"the weights take {weights / _MIB:,.0f} MiB and the rotary tables of max_length {max_length:,} tokens "
@@ -68,13 +73,20 @@ def require_memory(config: ModelConfig, weights: int, max_length: int, device: t
 def plan_capacity(
     decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
 ) -> Capacity:
-    """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit."""
+    """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit.
+
+    Several ranks all have the number of blocks that fits on each of them.
+    """
     windows, per_block = decoder.layout.windows, decoder.kv_bytes_per_block(block_size, kv_dtype)
     groups = CacheGroups(windows, block_size, limits.step_tokens)
     needed = groups.blocks_of(limits.max_length)
     # The blocks of a full batch of full-length sequences, and a few that admission keeps free.
     useful = limits.max_sequences * needed * 102 // 100 + 1
+    group = decoder.group
+    if group is not None:
+        group.least(0)  # waits until all ranks have loaded their weights
     free = _free_bytes(decoder, limits, block_size, kv_dtype, memory_share)
+    free = free if group is None else group.least(free)
     if kv_tokens is not None:
         blocks = len(windows) * -(-kv_tokens // block_size)
         if blocks * per_block > free:
@@ -91,7 +103,8 @@ def plan_capacity(
             f"{needed * per_block / _MIB:,.0f} MiB of KV cache, but there is room for {longest:,} "
             f"tokens: set max_length to {longest:,} or less, or give the cache more memory"
         )
-    return Capacity(blocks, per_block, decoder.kv_bytes_per_token(kv_dtype), groups, limits.max_length)
+    per_token, ranks = decoder.kv_bytes_per_token(kv_dtype), 1 if group is None else group.size
+    return Capacity(blocks, per_block, per_token, groups, limits.max_length, ranks)
 
 
 def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, memory_share: float) -> int:
@@ -107,7 +120,8 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: tor
         free, total = torch.cuda.mem_get_info(decoder.device)
         # Twice: captured steps have their own memory pool, beside that of steps that are not captured.
         return int(free - total * (1 - memory_share)) - 2 * peak
-    return int(available_memory() * memory_share) - activation_bytes(decoder, limits)
+    ranks = 1 if decoder.group is None else decoder.group.size  # they share the host's memory
+    return int(available_memory() * memory_share) // ranks - activation_bytes(decoder, limits)
 
 
 def activation_bytes(decoder: Decoder, limits: Limits) -> int:

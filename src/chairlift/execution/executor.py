@@ -15,6 +15,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.crowding import Crowding
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
+from chairlift.execution.joint_sampling import FollowingSampler, LeadingSampler
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
@@ -90,7 +91,14 @@ class TorchExecutor:
         grouping = self._group() if shared_reads else None
         groups, size = len(decoder.layout.windows), cache.block_size
         self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
-        self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
+        group = decoder.group
+        self._chooses = group is None or group.rank == 0
+        self._sampler: Sampler | LeadingSampler | FollowingSampler
+        if group is not None and group.rank:
+            self._sampler = FollowingSampler(self._device, group)
+        else:
+            self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
+            self._sampler = self._sampler if group is None else LeadingSampler(self._sampler, group)
         self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -269,6 +277,8 @@ class TorchExecutor:
             for first in range(start, last, _SCORED_ROWS) if asked >= 0 else ():
                 stop = min(first + _SCORED_ROWS, last)
                 logits = self._decoder.logits(hidden[offset + first - start : offset + stop - start])
+                if not self._chooses:
+                    continue
                 targets = self._rows.tokens[row, first + 1 : stop + 1].clone()
                 scores = score_tokens(logits, targets, [asked] * (stop - first))
                 found.append(PromptScores(place, first + 1, scores))

@@ -109,6 +109,8 @@ class Capturer:
         self.decoder, self.cache, self.rows = decoder, cache, rows
         self.max_sequences = max_sequences
         self.scratch = max_sequences  # row of the padding
+        # With several ranks the tokens are chosen after the captured step: rank 0 sends them to the others.
+        self.chooses = decoder.group is None
         config = decoder.config
         self._logits = torch.empty(max_sequences, config.vocab_size, dtype=config.dtype, device=decoder.device)
         self._pool: Any = None
@@ -118,7 +120,9 @@ class Capturer:
         step()  # compiles its kernels, which a capture cannot
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # With "thread_local", the threads of NCCL may call CUDA meanwhile.
+        mode = "global" if self.decoder.group is None else "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             logits, tokens = step()
         self._pool = self._pool or graph.pool()
         return Captured(graph, logits, tokens)
@@ -150,11 +154,13 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every size, and one with shared prefixes, so that its kernels are compiled."""
+        chooses = self._capturer.chooses
         for size in reversed(self._sizes):
-            self._capture(size, False, True)
+            if chooses:
+                self._capture(size, False, True)
             self._capture(size, False, False)
         if self._capturer.rows.shares:
-            self._capture(self._sizes[-1], True, True)
+            self._capture(self._sizes[-1], True, chooses)
 
     def run(
         self, rows: np.ndarray, positions: np.ndarray, shared: HostSharedPrefixes | None, is_greedy: bool

@@ -61,10 +61,10 @@ class MixedGraphs:
         wanted: np.ndarray,
         rows: np.ndarray,
         positions: np.ndarray,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a step; return the logits of the `wanted` tokens and the likeliest tokens, written to rows and positions.
 
-        Both are overwritten by the next step.
+        Both are overwritten by the next step. With several ranks there are no tokens.
         """
         shared = fits(shared)
         if (size, shared is not None) not in self._captured:
@@ -83,9 +83,8 @@ class MixedGraphs:
             **together,
         )
         graph, logits, tokens = self._captured[size, shared is not None]
-        assert tokens is not None
         graph.replay()
-        return logits[: wanted.size], tokens[: wanted.size]
+        return logits[: wanted.size], None if tokens is None else tokens[: wanted.size]
 
     def _decodes(self, size: int) -> int:
         return min(self._capturer.max_sequences, size - 2)  # the prompt has at least two tokens
@@ -103,7 +102,7 @@ class MixedGraphs:
         self._inputs[size].clear()
         self._captured[size, shares] = self._capturer.capture(lambda: self._step(size, shares))
 
-    def _step(self, size: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, size: int, shares: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         capturer, inputs, decodes = self._capturer, self._inputs[size], self._decodes(size)
         rows, tables, slices = inputs["rows"], capturer.rows.device_tables, inputs["slices"].long()
         last = capturer.decoder.layout.groups[-1]  # the sampled tokens alone go through the last layer
@@ -128,6 +127,8 @@ class MixedGraphs:
         )
         asked = SampledTokens(np.zeros(count, np.int64), wanted, alone)
         logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, asked))
+        if not capturer.chooses:
+            return logits, None
         chosen = likeliest(logits)
         capturer.rows.put_at(inputs["sampled_rows"], inputs["sampled_positions"], chosen)
         return logits, chosen

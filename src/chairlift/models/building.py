@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+from chairlift.models.config import ModelConfig
 from chairlift.ops.dense import Dense, concatenate
-from chairlift.ops.linear import Linear, Reduce
+from chairlift.ops.group import Group
+from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
+from chairlift.ops.vocabulary import part_size
 from chairlift.ops.weight import Weight
 
 Parts = int | tuple[int, ...]  # outputs of a matrix, or of each projection in a matrix that stores several
@@ -26,24 +29,33 @@ class Split(Enum):
 class Take(Protocol):
     """Returns a model's tensors by their Hugging Face names; a tensor of another shape is an error."""
 
-    reduce: Reduce | None  # sums a row-parallel layer's partial output over all ranks; None with one rank
+    group: Group | None  # the ranks that share the model; None with one rank
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a whole tensor, in the model's dtype by default."""
         ...
 
     def weight(self, name: str, outputs: Parts, inputs: int, split: Split) -> Weight:
-        """Return a matrix, or this rank's part of each projection stored in it."""
+        """Return a matrix, or this rank's part of each projection stored in it; the sizes are this rank's."""
+        ...
+
+    def bias(self, name: str, outputs: Parts) -> torch.Tensor:
+        """Return the bias of a column-parallel layer, or this rank's part of it; the sizes are this rank's."""
+        ...
+
+    def vocabulary(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """Return a matrix with a row for each token, or this rank's rows of it; the sizes are the whole matrix's."""
         ...
 
 
 class RecordingTake:
     """Returns meta tensors and records their names and shapes: a model's outline without its weights."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, ranks: int = 1) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.reduce: Reduce | None = None
-        self._dtype = dtype
+        self.parts: dict[str, Parts] = {}  # outputs of each matrix and bias that ranks split
+        self.group: Group | None = None
+        self._dtype, self._ranks = dtype, ranks
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Record a tensor."""
@@ -52,7 +64,17 @@ class RecordingTake:
 
     def weight(self, name: str, outputs: Parts, inputs: int, split: Split) -> Weight:
         """Record a matrix."""
+        self.parts[name] = outputs
         return Dense(self.tensor(name, total(outputs), inputs))
+
+    def bias(self, name: str, outputs: Parts) -> torch.Tensor:
+        """Record a bias."""
+        self.parts[name] = outputs
+        return self.tensor(name, total(outputs))
+
+    def vocabulary(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """Record a rank's part of a matrix with a row for each token."""
+        return self.tensor(name, part_size(rows, self._ranks), width)
 
 
 def total(outputs: Parts) -> int:
@@ -70,7 +92,7 @@ def column_linear(
     first, *rest = (
         take.weight(f"{prefix}{name}.weight", count, inputs, Split.OUTPUTS) for name, count in outputs.items()
     )
-    biases = [take.tensor(f"{prefix}{name}.bias", total(count)) for name, count in outputs.items()] if bias else []
+    biases = [take.bias(f"{prefix}{name}.bias", count) for name, count in outputs.items()] if bias else []
     return Linear(first.join(rest), concatenate(biases) if bias else None, **around)
 
 
@@ -80,4 +102,12 @@ def row_linear(
     """Return a row-parallel layer: each rank has a part of the inputs, and outputs are summed over ranks."""
     weight = take.weight(f"{name}.weight", outputs, inputs, Split.INPUTS)
     own = take.tensor(f"{name}.bias", outputs) if bias else None
-    return Linear(weight, own, output_norm=output_norm, reduce=take.reduce)
+    return Linear(weight, own, output_norm=output_norm, reduce=None if take.group is None else take.group.sum)
+
+
+def embedding_and_head(config: ModelConfig, take: Take, norm: Norm) -> tuple[torch.Tensor, Linear]:
+    """Return the embedding and the head, which includes the norm before it; each rank has a part of the vocabulary."""
+    size, hidden = config.vocab_size, config.hidden_size
+    embedding = take.vocabulary("model.embed_tokens.weight", size, hidden)
+    output = embedding if config.tied_embeddings else take.vocabulary("lm_head.weight", size, hidden)
+    return embedding, Linear(Dense(output), norm=norm)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from chairlift.core.errors import ModelError
 from chairlift.core.values import Values, is_name, show
 from chairlift.json_file import read_json
+from chairlift.models.cut import Cut
 from chairlift.models.gguf import GgufFile
 from chairlift.models.gguf_config import ROPE_FACTORS, hf_config, hf_layout, hf_name
 from chairlift.models.safetensors_file import SafetensorsFile
@@ -42,8 +43,19 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor; without a dtype as it is stored, or as float32 if it is quantized."""
+    @property
+    def read_bytes(self) -> int:
+        """The bytes of tensors, as they are stored, that `tensor` has read so far."""
+
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        *,
+        cut: Cut | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor or a part of it; without a dtype as it is stored, or as float32 if it is quantized."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -83,6 +95,7 @@ class SafetensorsCheckpoint:
         Values(self.config_file, self.config).part(
             "generation_config"
         )  # checks that it is an object, also if config.json itself has it
+        self.read_bytes = 0
         self._files: dict[str, SafetensorsFile] = {}
         index = self._index()
         for shard in self._shards(index):
@@ -112,9 +125,19 @@ class SafetensorsCheckpoint:
         """Return the shape of a tensor without reading it."""
         return self._file(name).tensors[name].shape
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor: a view of the file unless dtype or device differ."""
-        return self._file(name).read(name).to(device=device, dtype=dtype)
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        *,
+        cut: Cut | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor or a part of it: a view of the file unless dtype or device differ or columns are cut."""
+        stored = self._file(name).read(name)
+        stored = stored if cut is None else cut.of(stored)  # the other pages of the mapped file are not touched
+        self.read_bytes += stored.nbytes
+        return stored.to(device=device, dtype=dtype)
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
@@ -177,6 +200,11 @@ class GgufCheckpoint:
             raise ModelError(f"{path}: {problem}") from problem
 
     @property
+    def read_bytes(self) -> int:
+        """The bytes of tensors, as they are stored, that `tensor` has read so far."""
+        return self._file.read_bytes
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """The file's metadata, which includes the tokenizer and the chat template."""
         return self._file.metadata
@@ -193,14 +221,24 @@ class GgufCheckpoint:
         """Return the shape of a tensor without reading it."""
         return self._file.tensors[self._gguf_name(name)].shape
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor, dequantized, with its rows in Hugging Face's order."""
+    def tensor(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        *,
+        cut: Cut | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor or a part of it, dequantized, with its rows in Hugging Face's order.
+
+        Rows of queries and keys must be cut in whole heads: their order differs within each head.
+        """
         gguf_name = self._gguf_name(name)
         import torch
 
         plain = self._file.tensors[gguf_name].type.plain
         stored = None if plain is None else getattr(torch, plain)
-        weights = self._file.read(gguf_name, dtype or stored, device)
+        weights = self._file.read(gguf_name, dtype or stored, device, cut)
         return hf_layout(weights, gguf_name, self.config)
 
     def _gguf_name(self, name: str) -> str:

@@ -19,6 +19,7 @@ class ModelConfig:
     values: Values
     vocab_size: int
     hidden_size: int
+    inner_size: int  # of the MLP
     layers: int
     heads: int
     kv_heads: int
@@ -42,6 +43,7 @@ def read_common(architecture: str, values: Values, dtype: str, device: str, ties
         values=values,
         vocab_size=vocab_size,
         hidden_size=values.count("hidden_size"),
+        inner_size=values.count("intermediate_size"),
         layers=values.count("num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,

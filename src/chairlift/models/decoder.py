@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from chairlift.models.blocks import Block, CacheSpec
 from chairlift.models.cache_layout import CacheLayout
 from chairlift.models.config import ModelConfig
 from chairlift.models.rope import rope_tables
 from chairlift.ops.batch import Batch, SampledTokens
+from chairlift.ops.group import Group
 from chairlift.ops.kv_cache import KvCache, bytes_per_token
 from chairlift.ops.linear import Linear
+from chairlift.ops.vocabulary import embed, join_logits
 
 
 class Decoder:
@@ -25,13 +26,15 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: torch.Tensor,
-        blocks: list[Block],
         head: Linear,
+        blocks: list[Block],
         *,
         embedding_scale: float | None = None,
         logit_cap: float = 0.0,
+        group: Group | None = None,
     ) -> None:
-        self.config = config
+        self.config = config  # with the heads and the inner size of this rank
+        self.group = group  # None: this process has the whole model
         self.embedding = embedding
         self.blocks = blocks
         self.head = head  # including the norm before it
@@ -90,7 +93,7 @@ class Decoder:
 
     def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> torch.Tensor:
         """Return the last hidden states [tokens, hidden] of a flat batch, or of the `wanted` tokens alone."""
-        embedded = F.embedding(tokens, self.embedding)
+        embedded = embed(tokens, self.embedding, self.group)
         if self._scale is not None:
             embedded *= self._scale
         x = self._as_array(embedded)  # the residual: layers add to it in place
@@ -104,11 +107,14 @@ class Decoder:
         return (batch, *batch.others)[self.layout.groups[-1]].only(chosen)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits [rows, vocabulary] of some rows' hidden states in the model's dtype; in `out` if given."""
-        found = self.head(hidden) if out is None else self.head.into(hidden, out)
+        """Return the logits [rows, vocabulary] of some rows' hidden states in the model's dtype; in `out` if given.
+
+        Of several ranks, only rank 0 gets them: the others get those of their part of the vocabulary.
+        """
+        found = self.head(hidden) if out is None or self.group is not None else self.head.into(hidden, out)
         if self._logit_cap:
             found.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
-        return found
+        return found if self.group is None else join_logits(found, self.config.vocab_size, self.group, out)
 
     def _as_array(self, tensor: torch.Tensor) -> Any:
         """Return a tensor as a NumPy array if the ops are compiled CPU kernels, else unchanged."""

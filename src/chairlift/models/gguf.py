@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
+from chairlift.models.cut import Cut
 from chairlift.models.gguf_formats import FORMATS, UNSUPPORTED, BlockFormat
 from chairlift.models.mapped import REFETCH, map_file
 
@@ -57,6 +58,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.read_bytes = 0  # of tensors, as they are stored
         self._data = map_file(path)
         header = _Header(path, self._data)
         tensor_count, metadata_count = header.counts()
@@ -65,8 +67,16 @@ class GgufFile:
         start = header.data_start(self.metadata.get("general.alignment", 32))
         self.tensors = self._place(infos, start)
 
-    def read(self, name: str, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        cut: Cut | None = None,
+    ) -> torch.Tensor:
         """Read a tensor's weights, by default as float32; quantized bytes are dequantized on the device.
+
+        Of a part, the bytes of whole blocks are read: columns that begin or end within a block are cut after that.
 
         >>> file = GgufFile(resolve("smollm2-135m"))  # doctest: +SKIP
         >>> file.read("output_norm.weight").shape  # doctest: +SKIP
@@ -80,7 +90,14 @@ class GgufFile:
         from chairlift.models.gguf_quants import dequantize
 
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
-        return dequantize(raw.to(device), tensor.type, dtype or torch.float32).view(tensor.shape)
+        form, shape, rest = tensor.type, tensor.shape, None
+        if cut is not None:
+            of_blocks, rest = cut.in_blocks(form.values)
+            blocks = of_blocks.of(raw.view(shape[0], -1, form.nbytes))
+            raw, shape = blocks.view(-1), (blocks.shape[0], blocks.shape[1] * form.values)[: len(shape)]
+        self.read_bytes += raw.nbytes
+        weights = dequantize(raw.to(device), form, dtype or torch.float32).view(shape)
+        return weights if rest is None else rest.of(weights)
 
     def _place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
         """Convert offsets in the data section to offsets in the file, and check them against its size."""

@@ -65,11 +65,10 @@ def hf_name(gguf_name: str) -> str:
 
 def hf_layout(weights: torch.Tensor, gguf_name: str, config: dict[str, Any]) -> torch.Tensor:
     """Restore Hugging Face's row order of a query or key projection that a converter has reordered."""
-    heads = _heads(gguf_name, config)
-    if heads is None or config["model_type"] not in INTERLEAVED:
+    if _heads(gguf_name, config) is None or config["model_type"] not in INTERLEAVED:
         return weights
     # In the file a head's rows alternate between its two halves; the model rotates one half against the other.
-    pairs = weights.view(heads, int(config["head_dim"]) // 2, 2, *weights.shape[1:])
+    pairs = weights.view(-1, int(config["head_dim"]) // 2, 2, *weights.shape[1:])
     return pairs.transpose(1, 2).reshape(weights.shape)
 
 

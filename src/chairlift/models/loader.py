@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from chairlift.core.errors import ModelError
-from chairlift.models.building import Parts, Split, total
+from chairlift.models.building import Parts, Split
 from chairlift.models.config import ModelConfig
+from chairlift.models.cut import Cut
 from chairlift.models.decoder import Decoder
-from chairlift.models.families import build_decoder, outline
+from chairlift.models.division import columns_of_rank, of_one_rank, rows_of_rank
+from chairlift.models.families import build_decoder, outline, record
 from chairlift.ops.dense import Dense
-from chairlift.ops.linear import Reduce
+from chairlift.ops.group import Group
+from chairlift.ops.vocabulary import part_size
 from chairlift.ops.weight import Weight
 
 Progress = Callable[[int], None]  # called with the bytes of each loaded tensor
@@ -26,8 +30,8 @@ class TensorSource(Protocol):
         """Return the shape of a tensor without reading it; raise ModelError if it does not exist."""
         ...
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read a tensor, in `dtype` if given."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None, *, cut: Cut | None = None) -> torch.Tensor:
+        """Read a tensor or a part of it, in `dtype` if given."""
         ...
 
 
@@ -43,30 +47,65 @@ class RandomTensors:
         """Return the shape that the config implies."""
         return self._shapes[name]
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return ones for norms, and small normal numbers for biases and matrices, as in an untrained model."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None, *, cut: Cut | None = None) -> torch.Tensor:
+        """Return ones for norms, and small normal numbers for biases and matrices, as in an untrained model.
+
+        A part is cut from the whole tensor, so that the model does not depend on the number of ranks.
+        """
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self._device)
-        return torch.empty(shape, dtype=dtype, device=self._device).normal_(0, 0.02, generator=self._generator)
+        whole = torch.empty(shape, dtype=dtype, device=self._device).normal_(0, 0.02, generator=self._generator)
+        return whole if cut is None else cut.of(whole).clone()  # a view would keep the whole tensor in memory
 
 
 class LoadingTake:
-    """Reads tensors from a source and copies them to a device."""
+    """Reads tensors, or this rank's parts of them, from a source and copies them to a device."""
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
-        self.reduce: Reduce | None = None
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+        whole: dict[str, Parts] | None = None,
+    ) -> None:
+        self.group = group
+        self._whole = whole or {}  # outputs of the matrices and biases that ranks split, of all ranks together
         self._source, self._dtype, self._device, self._progress = source, dtype, device, progress
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a whole tensor."""
-        tensor = self._source.tensor(name, dtype or self._dtype)
-        self._progress(tensor.nbytes)
-        return tensor.to(self._device)
+        return self._read(name, None, dtype)
 
     def weight(self, name: str, outputs: Parts, inputs: int, split: Split) -> Weight:
-        """Return a matrix."""
-        return Dense(self.tensor(name, total(outputs), inputs))
+        """Return a matrix, or this rank's part of it."""
+        if split is Split.OUTPUTS or self.group is None:
+            return Dense(self._read(name, self._rows(name, outputs)))
+        return Dense(self._read(name, columns_of_rank(inputs, self.group.rank)))
+
+    def bias(self, name: str, outputs: Parts) -> torch.Tensor:
+        """Return a bias, or this rank's part of it."""
+        return self._read(name, self._rows(name, outputs))
+
+    def vocabulary(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """Return a matrix with a row for each token, or this rank's rows, padded to the size of every rank's part."""
+        if self.group is None:
+            return self._read(name, None)
+        count = part_size(rows, self.group.size)
+        first, last = (min(rows, count * number) for number in (self.group.rank, self.group.rank + 1))
+        return F.pad(self._read(name, Cut(0, ((first, last),))), (0, 0, 0, count - (last - first)))
+
+    def _rows(self, name: str, outputs: Parts) -> Cut | None:
+        if self.group is None:
+            return None
+        return rows_of_rank(outputs, self._whole[name], self.group.rank, self.group.size)
+
+    def _read(self, name: str, cut: Cut | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self._source.tensor(name, dtype or self._dtype, cut=cut)
+        self._progress(tensor.nbytes)
+        return tensor.to(self._device)
 
 
 def load_decoder(
@@ -75,14 +114,17 @@ def load_decoder(
     device: torch.device,
     max_length: int,
     progress: Progress = lambda _bytes: None,
+    group: Group | None = None,
 ) -> Decoder:
-    """Read every tensor once, layer by layer, into the layout of its device."""
-    for name, expected in outline(config)[1].items():  # check all shapes before memory is allocated
+    """Read every tensor once, layer by layer, into the layout of its device; of several ranks, this rank's part."""
+    whole = record(config)
+    for name, expected in whole.shapes.items():  # check all shapes before memory is allocated
         if (shape := source.shape(name)) != expected:
             raise ModelError(
                 f"tensor {name} has shape {shape}, but the config implies {expected}: "
                 "config and weights belong to different models"
             )
-    decoder = build_decoder(config, LoadingTake(source, config.dtype, device, progress))
+    own = config if group is None else of_one_rank(config, group.size)
+    decoder = build_decoder(own, LoadingTake(source, config.dtype, device, progress, group, whole.parts))
     decoder.prepare(max_length)
     return decoder

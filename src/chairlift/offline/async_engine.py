@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+from chairlift.cluster.tensor_parallel.build import build
 from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings
-from chairlift.execution.build import build
 from chairlift.models.sources import DEFAULT_MODEL
 from chairlift.offline.engine_thread import Change, EngineThread
 from chairlift.offline.keywords import check_params
@@ -41,6 +42,7 @@ class AsyncEngine:
         self.settings = Settings.of(**settings)
         self.model = model
         built = build(model, self.settings, progress=progress)
+        self._end_ranks = weakref.finalize(self, built.close)
         self.engine = built.engine  # stepped by its own thread: read it only while no request is live
         self.config = built.config
         self.capacity = built.capacity
@@ -99,6 +101,7 @@ class AsyncEngine:
         self._is_closed = True
         self._thread.close()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._end_ranks)
         self._release_waiting()
 
     async def __aenter__(self) -> AsyncEngine:

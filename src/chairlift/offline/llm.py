@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+from chairlift.cluster.tensor_parallel.build import build
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.settings import Settings
 from chairlift.core.values import one_line
 from chairlift.engine.garbage import no_full_collections
-from chairlift.execution.build import Built, build
+from chairlift.execution.build import Built
 from chairlift.models.sources import DEFAULT_MODEL
 from chairlift.offline.beam_search import BeamSearchOutput, BeamSearchParams, as_beams
 from chairlift.offline.driver import Driver
@@ -48,6 +50,7 @@ class LLM:
         self.model = model
         self._progress = progress
         self._built: Built = build(model, self.settings, progress=progress)
+        self._end_ranks = weakref.finalize(self, self._built.close)
         self._built.engine.end_input()  # each call has all its requests: a static batch need not wait for more
         self.engine = self._built.engine
         self.config = self._built.config
@@ -243,9 +246,10 @@ class LLM:
         return self.engine.clear_prefix_cache()
 
     def close(self) -> None:
-        """Abort all requests; later calls are errors."""
+        """Abort all requests and end the processes of other ranks; later calls are errors."""
         self._is_closed = True
         self._driver.close()
+        self._end_ranks()
 
     def __enter__(self) -> LLM:
         return self

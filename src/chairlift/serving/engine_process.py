@@ -370,8 +370,8 @@ class Started(NamedTuple):
 
 def start(job: Job) -> Started:
     """Load the model."""
+    from chairlift.cluster.tensor_parallel.build import assemble, load_model
     from chairlift.core.settings import Settings
-    from chairlift.execution.build import assemble, load_model
 
     settings = Settings.of(**job.settings)
     loaded = load_model(job.model, settings, progress=job.progress)

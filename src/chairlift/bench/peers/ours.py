@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Ours:
         device, dtype = choose_device(self._llm.settings.model.device), self._llm.config.dtype
         rates = measure_rates(device, dtype)
         if device.type == "cuda":
+            ranks = self._llm.capacity.ranks  # each has a GPU like this one
+            rates = replace(rates, read_bytes_s=ranks * rates.read_bytes_s, flops_s=ranks * rates.flops_s)
             torch.cuda.empty_cache()
         return {
             "version": __version__,

@@ -58,3 +58,10 @@ def outline(config: ModelConfig) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
     """Return a model's decoder without weights, and the name and shape of each of its tensors."""
     take = RecordingTake(config.dtype)
     return build_decoder(config, take), take.shapes
+
+
+def record(config: ModelConfig, ranks: int = 1) -> RecordingTake:
+    """Return the names, shapes and projections of a model's tensors; with a rank's config, those of its parts."""
+    take = RecordingTake(config.dtype, ranks)
+    build_decoder(config, take)
+    return take

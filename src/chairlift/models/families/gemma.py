@@ -9,12 +9,10 @@ import torch
 from chairlift.core.values import Values
 from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
 from chairlift.models.bounds import MAX_LAYERS, MAX_LENGTH
-from chairlift.models.building import Take, column_linear, row_linear
+from chairlift.models.building import Take, column_linear, embedding_and_head, row_linear
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.rope import RopeConfig
-from chairlift.ops.dense import Dense
-from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
 from chairlift.ops.scoring import Scoring
 from chairlift.ops.weight import GELU_TANH
@@ -43,11 +41,9 @@ class Gemma:
             self._block(config, take, f"model.layers.{i}.", ropes[kind], window if kind == _KINDS[0] else 0, scoring)
             for i, kind in enumerate(self._kinds(config))
         ]
-        embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
-        output = embedding if config.tied_embeddings else take.tensor("lm_head.weight", config.vocab_size, hidden)
-        head = Linear(Dense(output), norm=_norm(config, take, "model.norm", hidden))
+        ends = embedding_and_head(config, take, _norm(config, take, "model.norm", hidden))
         cap = self._cap(values, "final_logit_softcapping", self.caps[1])
-        return Decoder(config, embedding, blocks, head, embedding_scale=hidden**0.5, logit_cap=cap)
+        return Decoder(config, *ends, blocks, embedding_scale=hidden**0.5, logit_cap=cap, group=take.group)
 
     def _cap(self, values: Values, key: str, usual: float) -> float:
         return values.number(key) if values.has(key) else 0.0 if values.has_key(key) else usual
@@ -75,7 +71,7 @@ class Gemma:
     def _block(
         self, config: ModelConfig, take: Take, prefix: str, rope: RopeConfig, window: int, scoring: Scoring
     ) -> Block:
-        hidden, dim, inner = config.hidden_size, config.head_dim, config.values.count("intermediate_size")
+        hidden, dim, inner = config.hidden_size, config.head_dim, config.inner_size
         q, kv = config.heads * dim, config.kv_heads * dim
         has_bias = config.values.flag("attention_bias")
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from chairlift.core.values import Values
 from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
 from chairlift.models.bounds import MAX_LAYERS, MAX_LENGTH
-from chairlift.models.building import Take, column_linear, row_linear
+from chairlift.models.building import Take, column_linear, embedding_and_head, row_linear
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.rope import RopeConfig
-from chairlift.ops.dense import Dense
-from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
 from chairlift.ops.scoring import Scoring
 from chairlift.ops.weight import SILU
@@ -57,13 +55,11 @@ class Llama:
         rope = RopeConfig.read(values, config.head_dim)
         windows = self.windows(values, config.layers)
         blocks = [self._block(config, take, f"model.layers.{i}.", rope, windows[i]) for i in range(config.layers)]
-        embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
-        output = embedding if config.tied_embeddings else take.tensor("lm_head.weight", config.vocab_size, hidden)
         norm = Norm(take.tensor("model.norm.weight", hidden), config.norm_eps)
-        return Decoder(config, embedding, blocks, Linear(Dense(output), norm=norm))
+        return Decoder(config, *embedding_and_head(config, take, norm), blocks, group=take.group)
 
     def _block(self, config: ModelConfig, take: Take, prefix: str, rope: RopeConfig, window: int) -> Block:
-        hidden, dim, inner = config.hidden_size, config.head_dim, config.values.count("intermediate_size")
+        hidden, dim, inner = config.hidden_size, config.head_dim, config.inner_size
         has_bias, mlp_bias = config.values.flag("attention_bias"), config.values.flag("mlp_bias")
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         q, kv = config.heads * dim, config.kv_heads * dim

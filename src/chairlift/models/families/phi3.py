@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from chairlift.models.blocks import Attention, Block, CacheSpec, GatedMlp
 from chairlift.models.bounds import MAX_LENGTH
-from chairlift.models.building import Split, Take, column_linear, row_linear
+from chairlift.models.building import Split, Take, column_linear, embedding_and_head, row_linear
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.rope import RopeConfig
-from chairlift.ops.dense import Dense
 from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
 from chairlift.ops.scoring import Scoring
@@ -19,14 +18,12 @@ def build(config: ModelConfig, take: Take) -> Decoder:
     """Build the decoder."""
     hidden, rope = config.hidden_size, RopeConfig.read(config.values, config.head_dim)
     blocks = [_block(config, take, f"model.layers.{i}.", rope) for i in range(config.layers)]
-    embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
-    output = embedding if config.tied_embeddings else take.tensor("lm_head.weight", config.vocab_size, hidden)
     norm = Norm(take.tensor("model.norm.weight", hidden), config.norm_eps)
-    return Decoder(config, embedding, blocks, Linear(Dense(output), norm=norm))
+    return Decoder(config, *embedding_and_head(config, take, norm), blocks, group=take.group)
 
 
 def _block(config: ModelConfig, take: Take, prefix: str, rope: RopeConfig) -> Block:
-    hidden, dim, inner = config.hidden_size, config.head_dim, config.values.count("intermediate_size")
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.inner_size
     q, kv = config.heads * dim, config.kv_heads * dim
     window = config.values.count("sliding_window", 0, least=0, most=MAX_LENGTH)
 
