@@ -167,7 +167,7 @@ class HttpProcess:
         self._keyring = keyring
         self._accounts = accounts
         self._metrics = Metrics(plan.name, compat=plan.metrics_compat, scheduling=plan.scheduling)
-        self.client = EngineClient(plan.socket_of(number), beat, self._metrics)
+        self.client = EngineClient(plan.socket_of(number), beat, self._metrics.of_engine())
         self._traces = Traces(plan.otlp_endpoint, plan.name) if plan.otlp_endpoint else None
         checkpoint = checkpoint_of(plan)
         self.defaults = read_defaults(checkpoint, plan.sampling)
