@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 from chairlift.serving.accounts import Accounts
-from chairlift.serving.admission import Admission, Refused
+from chairlift.serving.admission import Admission, Refused, queue_names
 from chairlift.serving.keys import Tenant
 
-BOTH = ["alice", "bob"]
+QUEUE = queue_names("queue")
+BOTH = ["alice", "bob", *QUEUE]
 
 
 def test_what_one_process_counts_another_sees_and_each_takes_back_its_own() -> None:
@@ -51,9 +52,9 @@ def test_a_tenant_s_last_place_is_given_by_one_process_only() -> None:
 RACER = """
 import sys
 from chairlift.serving.accounts import Accounts
-from chairlift.serving.admission import Admission, Refused
+from chairlift.serving.admission import Admission, Refused, queue_names
 from chairlift.serving.keys import Tenant
-accounts = Accounts.shared(["bob"], 3, int(sys.argv[2]), int(sys.argv[1]))
+accounts = Accounts.shared(["bob", *queue_names("queue")], 3, int(sys.argv[2]), int(sys.argv[1]))
 admission, bob, most = Admission(100, 1000, accounts=accounts), Tenant("bob", max_concurrent=1), 0
 for _ in range(20_000):
     try:
@@ -70,7 +71,7 @@ print(most)
 
 def test_processes_that_race_for_one_place_never_both_have_it() -> None:
     # The third column is no process's: it counts for nothing while it is 0, and shows who is in.
-    accounts = Accounts.shared(["bob"], 3)
+    accounts = Accounts.shared(["bob", *QUEUE], 3)
     assert accounts.descriptor is not None
     command = [sys.executable, "-c", RACER, str(accounts.descriptor)]
     racers = [

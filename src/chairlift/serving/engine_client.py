@@ -169,6 +169,11 @@ class EngineClient:
             del self._listeners[order.key]
             listener.lose(self.trouble or "the engine does not accept requests")
 
+    def listen(self, key: int, listener: Listener) -> None:
+        """Replace the listener of a request."""
+        if key in self._listeners:
+            self._listeners[key] = listener
+
     def abort(self, key: int) -> None:
         """Abort a request; its listener gets no further update."""
         if self._listeners.pop(key, None) is not None:
