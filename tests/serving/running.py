@@ -143,7 +143,7 @@ def running(
     command = [sys.executable, "-c", _START, json.dumps(changed), json.dumps(open_files)]
     with tempfile.NamedTemporaryFile("w+", prefix="chairlift-log-") as log:
         process = subprocess.Popen(
-            [*command, "serve", str(model), "--port", "0", *flags],
+            [*command, "serve", "--port", "0", str(model), *flags],
             stderr=log,
             env={**os.environ, **(environment or {})},
         )

@@ -12,7 +12,7 @@ import msgspec
 
 from chairlift.serving import logs
 from chairlift.serving.beat import Beat
-from chairlift.serving.http_server import HttpProcess
+from chairlift.serving.http_models import HttpProcess
 from chairlift.serving.keys import Keyring
 from chairlift.serving.plan import Plan
 from chairlift.serving.served import shared_accounts

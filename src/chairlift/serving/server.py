@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,13 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from chairlift.core.errors import ChairliftError, SettingsError
+from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import SchedulingSettings
 from chairlift.serving import logs
 from chairlift.serving.beat import Beat
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.engine_start import Job
-from chairlift.serving.http_server import HttpProcess
+from chairlift.serving.http_models import HttpProcess
+from chairlift.serving.http_server import listen
 from chairlift.serving.keys import Keyring
 from chairlift.serving.listening import allow_files
 from chairlift.serving.plan import EnginePlan, Plan
@@ -149,26 +149,6 @@ def choices(scheduling: SchedulingSettings) -> str:
             shown = f"{value:g} s" if field.metadata.get("is_time") else value
             found.append(f"{field.name.replace('_', '-')} {shown}")
     return ", ".join(found)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return the listening socket, or raise a SettingsError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only for sockets made with an explicit protocol. With Nagle, a head and a body
-    # in two writes reach a client 40 ms apart.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SettingsError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
-        ) from None
-    listener.listen(2048)
-    listener.set_inheritable(True)
-    return listener
 
 
 @contextlib.contextmanager
