@@ -37,7 +37,7 @@ _BYTES_A_TOKEN = 4  # of a reply that is not streamed
 # Headers of one connection, not of the request; and those that are written again.
 _OWN = {
     *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"),
-    *(b"proxy-connection", b"proxy-authorization", b"proxy-authenticate", b"host"),
+    *(b"proxy-connection", b"proxy-authorization", b"proxy-authenticate", b"host", b"date", b"server"),
 }
 
 
@@ -49,6 +49,7 @@ class Answer:
     route: Route
     exchange: Exchange
     first: bytes
+    is_whole: bool = False  # whether `first` is the whole body
 
     @property
     def status(self) -> int:
@@ -58,6 +59,14 @@ class Answer:
     def header(self, name: bytes) -> bytes:
         """Return a header's value, or b""."""
         return next((value for each, value in self.exchange.headers if each.lower() == name), b"")
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers for the client."""
+        found = [pair for pair in self.exchange.headers if pair[0].lower() not in _OWN]
+        if not self.is_whole:
+            return found
+        length = (b"content-length", b"%d" % len(self.first))
+        return [*(pair for pair in found if pair[0].lower() != b"content-length"), length]
 
     @property
     def is_stream(self) -> bool:
@@ -110,8 +119,7 @@ class Forward:
         self._free_body()
         self._ticket.started(time.monotonic())
         answer.route.started()
-        headers = [pair for pair in answer.exchange.headers if pair[0].lower() not in _OWN]
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers()})
         try:
             await self._pass_on(answer, send)
             answer.route.end("finished" if answer.status < 400 else "rejected")
@@ -128,7 +136,7 @@ class Forward:
     async def _find(self, body: bytes) -> Answer:
         """Send the request to one server after the other until one replies; raise a Failure if none does."""
         pool, model = self._pool, self._read.model
-        tried: set[str] = set()
+        tried: list[str] = []
         busy: list[Answer] = []
         lost: list[str] = []
         while len(lost) < _LOSSES:
@@ -136,8 +144,8 @@ class Forward:
             if route is None:
                 break
             if tried:
-                pool.retries[route.name] += 1
-            tried.add(route.name)
+                pool.moved[tried[-1]] += 1
+            tried.append(route.name)
             backend = pool.backends[route.name]
             try:
                 answer = await self._attempt(backend, route, body)
@@ -187,7 +195,7 @@ class Forward:
         else:
             reason = self._pool.trouble or "; ".join(lost) or "no server takes requests"
             raise unavailable(f"no server can answer: {reason}", 1.0)
-        self._answer = chosen
+        chosen.is_whole = True
         return chosen
 
     # ---- from the first byte on
@@ -201,7 +209,7 @@ class Forward:
             if part:
                 self._ticket.count(part.count(b"\n\n") if answer.is_stream else len(part) // _BYTES_A_TOKEN)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-            part = await answer.exchange.read()
+            part = b"" if answer.is_whole else await answer.exchange.read()
         await send({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def _break_off(self, answer: Answer, send: Any) -> None:

@@ -28,7 +28,7 @@ class Pool:
         if len(self.backends) < len(urls):
             raise SettingsError("a server is given twice: give each URL once")
         self.router = Router(self.backends, policy)
-        self.retries = dict.fromkeys(self.backends, 0)
+        self.moved = dict.fromkeys(self.backends, 0)
         self._lacking: OrderedDict[str, set[str]] = OrderedDict()  # servers without a model, by its name
         for name in self.backends:
             self.router.eject(name)
@@ -129,8 +129,10 @@ class _Page(Collector):
         pool = self._pool
         up = GaugeMetricFamily("chairlift:replica_up", "1 while a server takes requests.", labels=["replica"])
         live = GaugeMetricFamily("chairlift:replica_requests", "Requests at a server now.", labels=["replica"])
-        retries = CounterMetricFamily(
-            "chairlift:router_requests_moved", "Requests sent elsewhere before a first byte.", labels=["replica"]
+        moved = CounterMetricFamily(
+            "chairlift:router_requests_moved",
+            "Requests sent from it to another server before a first byte.",
+            labels=["replica"],
         )
         counts = CounterMetricFamily(
             "chairlift:router_requests",
@@ -141,8 +143,8 @@ class _Page(Collector):
             found = pool.router.counts[name]
             up.add_metric([name], float(backend.trouble is None))
             live.add_metric([name], found.live)
-            retries.add_metric([name], pool.retries[name])
+            moved.add_metric([name], pool.moved[name])
             counts.add_metric([name, "submitted"], found.sent)
             for state in ("finished", "aborted", "rejected", "failed"):
                 counts.add_metric([name, state], getattr(found, state))
-        yield from (up, live, retries, counts)
+        yield from (up, live, moved, counts)
