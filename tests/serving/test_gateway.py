@@ -171,7 +171,7 @@ def test_a_prefix_stays_at_its_server_and_another_goes_to_the_other(router: Runn
     def sent(words: str) -> list[float]:
         before = counts(router)
         for turn in range(1, 4):
-            reply = router.post(COMPLETION, {"prompt": words * 60 + "and more " * turn, "max_tokens": 1})
+            reply = router.post(COMPLETION, {"prompt": words * 25 + "and more " * turn, "max_tokens": 1})
             assert reply.status_code == 200
         after = counts(router)
         return [after[url]["submitted"] - before[url]["submitted"] for url in after]

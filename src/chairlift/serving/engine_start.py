@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,11 +85,10 @@ def start(job: Job) -> Started:
 @contextmanager
 def alone(job: Job) -> Iterator[None]:
     """Let one engine of the server at a time measure free memory and take its part."""
-    if job.engines == 1:
-        yield
-        return
-    with Path(job.lock).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        if job.engines > 1:
+            with suppress(OSError):  # a cleaner of /tmp may have removed the folder: measuring alone is not vital
+                fcntl.flock(stack.enter_context(Path(job.lock).open("w")), fcntl.LOCK_EX)
         yield
 
 

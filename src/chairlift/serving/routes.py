@@ -132,7 +132,9 @@ async def request(call: Call) -> Response:
 
 
 async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
-    answers = [await _ask(model.fleet, lambda fleet: fleet.explain(name, tenant)) for model in _models(call)]
+    fleets = [model.fleet for model in _models(call)]
+    working = [fleet for fleet in fleets if fleet.trouble is None]
+    answers = [await _ask(fleet, lambda fleet: fleet.explain(name, tenant)) for fleet in working or fleets]
     return max(answers, key=lambda answer: answer.unfinished)
 
 
