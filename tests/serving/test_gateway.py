@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,28 @@ async def kill_under_load(router: Running, servers: list[Running], doomed: Runni
     os.kill(engine, signal.SIGKILL)
     doomed.process.wait()
     return list(await asyncio.gather(*(client.read_all() for client in clients)))
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_a_killed_router_leaves_nothing_at_the_servers(servers: list[Running], times: int) -> None:
+    for _ in range(times):
+        with routed(*servers, flags=("--log-level", "error")) as doomed:
+
+            async def kill(doomed: Running = doomed) -> None:
+                clients = [Client(doomed) for _ in range(16)]
+                for number, client in enumerate(clients):
+                    await client.send(asks(400, stream=number % 2 == 0))
+                while sum(server.metric("num_requests_running") for server in servers) < 16:
+                    await asyncio.sleep(0.02)
+                os.kill(doomed.process.pid, signal.SIGKILL)
+                doomed.process.wait()
+                for client in clients:
+                    with suppress(ConnectionError):
+                        await asyncio.wait_for(client.read_all(), 10)
+
+            asyncio.run(kill())
+        for server in servers:
+            server.wait_until(server.is_idle)
 
 
 def test_a_server_that_drains_gets_no_new_request_and_the_router_drains_too(tiny_model: Path) -> None:

@@ -61,6 +61,10 @@ class Accounts:
         """Add to the tenant's live requests in this process; `requests` is negative when they end."""
         self._numbers[self._row(tenant) + 1 + self._process] += requests
 
+    def put(self, name: str, number: int) -> None:
+        """Set this process's count."""
+        self._numbers[self._row(name) + 1 + self._process] = number
+
     def charge(self, tenant: str, tokens: int, per_minute: int, now: float) -> None:
         """Take tokens out of the tenant's bucket.
 
@@ -91,7 +95,7 @@ class SharedLoads(Loads):
     @staticmethod
     def names(engine: str) -> list[str]:
         """Return the names under which an engine's load is counted."""
-        return [f"{engine}/live", f"{engine}/pending"]
+        return [f"{engine}/live", f"{engine}/pending", f"{engine}/busy"]
 
     def add(self, name: str, live: int, pending: int) -> None:
         """Add live requests and pending prompt tokens of this process to an engine."""
@@ -105,3 +109,11 @@ class SharedLoads(Loads):
     def pending(self, name: str) -> int:
         """Return the engine's uncached prompt tokens of requests without a first token."""
         return self._accounts.live(f"{name}/pending")
+
+    def is_busy(self, name: str) -> bool:
+        """Whether requests wait for room in the engine's batch."""
+        return self._accounts.live(f"{name}/busy") > 0
+
+    def set_busy(self, name: str, busy: bool) -> None:
+        """Record whether requests wait for room; only the process that gets the engine's statistics knows."""
+        self._accounts.put(f"{name}/busy", busy)

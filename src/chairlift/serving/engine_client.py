@@ -67,7 +67,6 @@ class EngineClient:
     def __init__(self, address: str, beat: Beat, watcher: Watcher | None = None) -> None:
         self.hello: Hello | None = None  # None while no engine is connected
         self.broken: str | None = None  # why the engine could not start
-        self.stats: Stats | None = None
         self._address = address
         self._path = Path(address.removeprefix("ipc://"))
         self._beat = beat
@@ -141,11 +140,6 @@ class EngineClient:
         if silence > self._beat.patience:
             return f"the engine has been silent for {silence:.1f} s: a step hangs"
         return None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests wait for room in the batch, as of the last step."""
-        return self.stats is not None and self.stats.waiting > 0 and self.stats.blocked_by != ""
 
     @property
     def live(self) -> int:
@@ -246,10 +240,9 @@ class EngineClient:
                 continue
             match report:
                 case StepReport(updates, stats):
-                    if stats is not None and self.hello is not None:  # an ended engine's counts are settled already
-                        self.stats = stats
-                        if self._watcher is not None:
-                            self._watcher.engine(stats)
+                    # The counts of an engine that has ended are settled already.
+                    if stats is not None and self.hello is not None and self._watcher is not None:
+                        self._watcher.engine(stats)
                     for each in updates:
                         if (listener := self._listeners.get(each.key)) is not None:
                             try:

@@ -94,11 +94,6 @@ class Fleet:
         return None if None in troubles else troubles[0]
 
     @property
-    def is_busy(self) -> bool:
-        """Whether requests wait for room in the batch of every engine that works."""
-        return all(client.is_busy for client in self.clients.values() if client.trouble is None)
-
-    @property
     def live(self) -> int:
         """Number of this process's requests in the engines."""
         return len(self._placements)

@@ -56,10 +56,11 @@ class ModelParts:
         self._accounts = accounts
         self.metrics = Metrics(model.name, scheduling=plan.scheduling, families=families)
         engines = {each.name: each for each in plan.engines if each.model == model}
-        self._router = Router(engines, plan.routing, loads=SharedLoads(accounts))
+        self._loads = SharedLoads(accounts)
+        self._router = Router(engines, plan.routing, loads=self._loads)
         clients = {}
         for name, engine in engines.items():
-            watcher = Watcher(self._router, name, self.metrics.of_engine(str(engine.replica)))
+            watcher = Watcher(self._router, self._loads, name, self.metrics.of_engine(str(engine.replica)))
             clients[name] = EngineClient(plan.socket_of(worker, engine), beats[name], watcher)
 
         def moved(name: str) -> None:
@@ -84,9 +85,14 @@ class ModelParts:
             plan.max_wait,
             accounts=self._accounts,
             queue=self.name,
-            is_busy=lambda: self.fleet.is_busy,
+            is_busy=self._is_busy,
         )
         return ServedModel(self.name, self.fleet, self._reader, self.metrics, admission)
+
+    def _is_busy(self) -> bool:
+        """Whether requests wait for room in the batch of every engine that works."""
+        clients = self.fleet.clients.items()
+        return all(self._loads.is_busy(name) for name, client in clients if client.trouble is None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,16 +100,19 @@ class Watcher:
     """Records an engine's statistics; a restarted engine has lost its cache, and the router learns that."""
 
     router: Router
+    loads: SharedLoads
     name: str
     metrics: EngineMetrics
 
     def engine(self, stats: Stats) -> None:
         """Record the statistics of a step."""
+        self.loads.set_busy(self.name, stats.waiting > 0 and stats.blocked_by != "")
         self.metrics.engine(stats)
 
     def engine_state(self, up: bool) -> None:
         """Record a start or an end of the engine."""
         self.router.forget(self.name)
+        self.loads.set_busy(self.name, False)
         self.metrics.engine_state(up)
 
 
