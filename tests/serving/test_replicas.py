@@ -109,24 +109,38 @@ def test_the_state_of_a_request_and_all_caches_are_reached_wherever_they_are(pai
     assert seen == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_a_killed_replica_costs_only_the_requests_that_had_a_token(tiny_model: Path, times: int) -> None:
-    """12 rows a replica and 48 requests: half of them wait without a token when one of the two is killed."""
-    environment = {"FAKE_STEP": "0.01", "FAKE_SEQUENCES": "12"}
+@pytest.fixture(scope="module")
+def absent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file: while it exists, no fake engine starts."""
+    return tmp_path_factory.mktemp("absent") / "absent"
+
+
+@pytest.fixture(scope="module")
+def fakes(tiny_model: Path, absent: Path) -> Iterator[Running]:
+    """Two replicas of 12 rows whose engines only pretend."""
+    environment = {"FAKE_STEP": "0.02", "FAKE_SEQUENCES": "12", "FAKE_ABSENT": str(absent)}
     flags = ("--replicas", "2", "--log-level", "error")
     with running(tiny_model, *flags, fake=True, environment=environment) as server:
-        for number in range(times):
-            moved = sum(by_replica(server, "requests_moved_total").values())
-            answers = asyncio.run(kill_one_under_load(server, engine_pids(server)[number % 2]))
-            ends = [ended_well(answer, stream=True) for answer in answers]
-            assert all(b"200" in answer.partition(b"\r\n")[0] for answer in answers), "an error before the stream began"
-            broken = [answer for answer, end in zip(answers, ends, strict=True) if end == "error"]
-            assert 1 <= len(broken) <= 12, "only a batch of them had a token from the engine that was killed"
-            assert all(b'"text"' in answer for answer in broken), "a request without a token was not sent to the other"
-            assert sum(by_replica(server, "requests_moved_total").values()) - moved >= 6
-            server.wait_until(lambda: " ".join(up_replicas(server)) == "0 1", 60)
-            settled(server)
-        assert sum(by_replica(server, "engine_restarts_total").values()) == times
+        yield server
+        settled(server)
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_a_killed_replica_costs_only_the_requests_that_had_a_token(fakes: Running, times: int) -> None:
+    """12 rows a replica and 48 requests: half of them wait without a token when one of the two is killed."""
+    before = sum(by_replica(fakes, "engine_restarts_total").values())
+    for number in range(times):
+        moved = sum(by_replica(fakes, "requests_moved_total").values())
+        answers = asyncio.run(kill_one_under_load(fakes, engine_pids(fakes)[number % 2]))
+        ends = [ended_well(answer, stream=True) for answer in answers]
+        assert all(b"200" in answer.partition(b"\r\n")[0] for answer in answers), "an error before the stream began"
+        broken = [answer for answer, end in zip(answers, ends, strict=True) if end == "error"]
+        assert 1 <= len(broken) <= 12, "only a batch of them had a token from the engine that was killed"
+        assert all(b'"text"' in answer for answer in broken), "a request without a token was not sent to the other"
+        assert sum(by_replica(fakes, "requests_moved_total").values()) - moved >= 6
+        fakes.wait_until(lambda: up_replicas(fakes) == ["0", "1"], 60)
+        settled(fakes)
+    assert sum(by_replica(fakes, "engine_restarts_total").values()) - before == times
 
 
 def up_replicas(server: Running) -> list[str]:
