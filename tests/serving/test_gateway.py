@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -185,6 +186,47 @@ def test_a_body_that_is_too_large_or_not_json_is_refused(router: Running) -> Non
     assert router.post(COMPLETION, b" " * (9 << 20)).status_code == 413
 
 
+def memory_of(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+class Endless(socketserver.BaseRequestHandler):
+    """A server whose streams have one event and no end."""
+
+    def handle(self) -> None:
+        received = self.request.recv(1 << 16)
+        if b" /ready " in received:
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            return
+        head, _, body = received.partition(b"\r\n\r\n")
+        left = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]) - len(body)
+        while left > 0:
+            left -= len(self.request.recv(1 << 20))
+        kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        self.request.sendall(b"HTTP/1.1 200 OK\r\n" + kind + b"b\r\ndata: {}\n\n \r\n")
+        self.request.recv(1)  # until the router closes
+
+
+def test_the_bodies_of_running_streams_are_not_kept() -> None:
+    body = b'{"prompt": "Hello", "stream": true' + b" " * (4 << 20) + b"}"
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Endless) as server, ExitStack() as stack:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
+        router = stack.enter_context(routed(f"http://127.0.0.1:{server.server_address[1]}"))
+        client = stack.enter_context(httpx.Client(timeout=60))
+        before, begun = 0, []  # an iterator that is dropped closes its stream
+        for number in range(30):
+            stream = stack.enter_context(client.stream("POST", router.url + COMPLETION, content=body))
+            begun.append(stream.iter_raw())
+            next(begun[-1])
+            before = before or memory_of(router.process.pid) * (number == 3)  # the first few grow its heap
+        assert memory_of(router.process.pid) - before < 50 << 20, "26 bodies of 4 MiB would be 104 MiB"
+
+
 # ---- when servers are full, leave or die
 
 
@@ -200,9 +242,11 @@ def test_429_comes_only_when_all_servers_are_full_with_the_soonest_retry(tiny_mo
         router = stack.enter_context(routed(*full, flags=("--log-level", "error")))
         client = stack.enter_context(httpx.Client(timeout=60))
         body = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        begun = []
         for server in full:  # one runs and one waits at each; a reply that has not begun would block here
             stream = stack.enter_context(client.stream("POST", server.url + COMPLETION, json=body))
-            next(stream.iter_raw())
+            begun.append(stream.iter_raw())  # one that is dropped closes its stream
+            next(begun[-1])
         waiting = stack.enter_context(client.stream("POST", full[0].url + COMPLETION, json=body))
         assert waiting.status_code == 200
         with ThreadPoolExecutor(1) as threads:

@@ -222,10 +222,11 @@ def test_429_comes_only_when_all_replicas_together_are_full(tiny_model: Path) ->
         def begin() -> httpx.Response:
             return streams.enter_context(client.stream("POST", server.url + COMPLETION, json=body))
 
-        replies = []
+        replies, begun = [], []
         for _ in range(4):
             replies.append(begin())
-            next(replies[-1].iter_raw())  # it has its first token
+            begun.append(replies[-1].iter_raw())  # one that is dropped closes its stream
+            next(begun[-1])  # it has its first token
         replies += [begin() for _ in range(6)]
         assert [reply.status_code for reply in replies] == [200] * 10
         for _ in range(4):

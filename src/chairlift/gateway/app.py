@@ -18,7 +18,7 @@ from chairlift.apis.front import Front
 from chairlift.apis.fronts import CHAT, MESSAGES, RESPONSES
 from chairlift.gateway.asks import read_ask
 from chairlift.gateway.exchange import Lost
-from chairlift.gateway.forward import Forward
+from chairlift.gateway.forward import Body, Forward
 from chairlift.gateway.pool import Pool
 from chairlift.serving.admission import Admission, Refused
 from chairlift.serving.failures import Failure, invalid, unavailable
@@ -113,32 +113,32 @@ class Gateway:
     # ---- passing on
 
     async def _forward(self, http: HttpRequest, front: Front, tenant: Tenant | None, send: Any) -> int:
-        held = 0
+        body = Body(self._count)
         ticket = None
-
-        def hold(size: int) -> None:
-            nonlocal held
-            held += size
-            self._held += size
-
         try:
-            body = await self._body(http, hold)
+            await self._receive(http, body)
             key = http.headers.get("authorization") or http.headers.get("x-api-key") or ""
-            arguments = (body, key, http.headers.get("x-session-id"))
-            read = read_ask(*arguments) if len(body) <= _LARGE_BODY else await asyncio.to_thread(read_ask, *arguments)
+            session, is_small = http.headers.get("x-session-id"), len(body.raw) <= _LARGE_BODY
+            read = (
+                read_ask(body.raw, key, session)
+                if is_small
+                else await asyncio.to_thread(read_ask, body.raw, key, session)
+            )
             try:
                 ticket = self._admission.admit(tenant, read.ask.tokens, 0, time.monotonic())
             except Refused as error:
                 found = error.refusal
                 raise Failure(found.message, 429, "rate_limit_error", found.reason, None, found.retry_after) from None
-            forward = Forward(self._pool, http, front, read, ticket, lambda: hold(-held))
-            return await forward.run(body, send)
+            return await Forward(self._pool, http, front, read, ticket, body).run(send)
         finally:
-            hold(-held)
+            body.free()
             if ticket is not None:
                 ticket.release(time.monotonic())
 
-    async def _body(self, http: HttpRequest, hold: Callable[[int], None]) -> bytes:
+    def _count(self, size: int) -> None:
+        self._held += size
+
+    async def _receive(self, http: HttpRequest, body: Body) -> None:
         most = self._max_body
         too_large = invalid(f"the body is larger than {most:,} bytes: send less", status=413, code="body_too_large")
         declared = http.headers.get("content-length", "0")
@@ -149,7 +149,7 @@ class Gateway:
             async with asyncio.timeout(_BODY_SECONDS):
                 async for part in http.stream():
                     raw += part
-                    hold(len(part))
+                    body.hold(len(part))
                     if len(raw) > most:
                         raise too_large
                     if self._held > _BODIES:
@@ -157,7 +157,7 @@ class Gateway:
                         raise Failure(message, 429, "rate_limit_error", "too_many_bodies", retry_after=1.0)
         except TimeoutError:
             raise invalid(f"the body did not arrive within {_BODY_SECONDS:.0f} s", status=408, code="timeout") from None
-        return bytes(raw)
+        body.raw = bytes(raw)
 
     # ---- the router's own routes
 

@@ -80,14 +80,31 @@ class Answer:
         return float(value) if value.isdigit() else 1.0
 
 
+class Body:
+    """A request's body, counted while it is in memory: until its reply begins."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self.raw = b""
+        self._count = count
+        self._held = 0
+
+    def hold(self, size: int) -> None:
+        """Count bytes that have arrived."""
+        self._held += size
+        self._count(size)
+
+    def free(self) -> None:
+        """Free the bytes; a second call does nothing."""
+        self.raw = b""
+        self.hold(-self._held)
+
+
 class Forward:
     """Sends one request on, and its reply back."""
 
-    def __init__(
-        self, pool: Pool, http: HttpRequest, front: Front, read: Read, ticket: Ticket, free_body: Callable[[], None]
-    ) -> None:
+    def __init__(self, pool: Pool, http: HttpRequest, front: Front, read: Read, ticket: Ticket, body: Body) -> None:
         self._pool, self._http, self._front, self._read, self._ticket = pool, http, front, read, ticket
-        self._free_body = free_body
+        self._body = body
         self._answer: Answer | None = None
         path = http.scope.get("raw_path") or http.url.path.encode()
         query = http.scope["query_string"]
@@ -96,10 +113,10 @@ class Forward:
             pair for pair in http.headers.raw if pair[0].lower() not in _OWN and pair[0].lower() != b"content-length"
         ]
 
-    async def run(self, body: bytes, send: Any) -> int:
+    async def run(self, send: Any) -> int:
         """Send the request and pass the reply on; return its status."""
         disconnect = asyncio.create_task(until_disconnected(self._http.receive))
-        working = asyncio.create_task(self._work(body, send))
+        working = asyncio.create_task(self._work(send))
         try:
             await asyncio.wait({disconnect, working}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -114,9 +131,9 @@ class Forward:
                 answer.route.end("aborted")
                 answer.backend.release(answer.exchange)
 
-    async def _work(self, body: bytes, send: Any) -> int:
-        answer = await self._find(body)
-        self._free_body()
+    async def _work(self, send: Any) -> int:
+        answer = await self._find()
+        self._body.free()
         self._ticket.started(time.monotonic())
         answer.route.started()
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers()})
@@ -133,7 +150,7 @@ class Forward:
 
     # ---- until the first byte
 
-    async def _find(self, body: bytes) -> Answer:
+    async def _find(self) -> Answer:
         """Send the request to one server after the other until one replies; raise a Failure if none does."""
         pool, model = self._pool, self._read.model
         tried: list[str] = []
@@ -148,7 +165,7 @@ class Forward:
             tried.append(route.name)
             backend = pool.backends[route.name]
             try:
-                answer = await self._attempt(backend, route, body)
+                answer = await self._attempt(backend, route)
             except Lost as error:
                 route.end("failed")
                 lost.append(f"{backend.name}: {error}")
@@ -162,10 +179,10 @@ class Forward:
             busy.append(answer)
         return self._refuse(busy, lost)
 
-    async def _attempt(self, backend: Backend, route: Route, body: bytes) -> Answer:
+    async def _attempt(self, backend: Backend, route: Route) -> Answer:
         exchange = None
         try:
-            exchange = await backend.send(self._http.method, self._target, self._headers, body)
+            exchange = await backend.send(self._http.method, self._target, self._headers, self._body.raw)
             first = await (exchange.read_all(_ERROR) if exchange.status >= 400 else exchange.read())
         except BaseException as error:
             if exchange is not None:
