@@ -26,6 +26,8 @@ LONGEST = (
     "test_text_bounds.py",
     "test_properties.py",
     "test_chaos.py",
+    "test_gateway.py",
+    "test_replicas.py",
     "test_limits.py",
     "test_policies.py",
     "test_cli.py",

@@ -67,6 +67,7 @@ MAY_IMPORT = {
     "offline": {"offline", "openai", "cluster.tensor_parallel", "execution", "engine", "core", "models", "text"},
     "openai": {"openai", "core", "text"},
     "apis": {"apis", "openai", "core"},
+    "gateway": {"gateway", "serving", "routing", "apis", "openai", "core"},
     "serving": {
         "serving",
         "routing",
@@ -87,6 +88,7 @@ TOP = (
     "evaluation",
     "simulation",
     "serving",
+    "gateway",
     "cli",
     "commands",
     "__main__",
@@ -225,7 +227,7 @@ def test_text_needs_neither_torch_nor_a_model(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["serving.server", "serving.workers", "serving.text_process", "text.template_process"]
+    "module", ["serving.server", "serving.workers", "gateway.run", "serving.text_process", "text.template_process"]
 )
 def test_processes_without_a_model_load_no_torch(module: str) -> None:
     """Torch takes two seconds and 200 MB."""

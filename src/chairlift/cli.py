@@ -1,4 +1,4 @@
-"""The command line: `chairlift serve`, `explain`, `run`, `chat`, `pull`, `batch`, `bench`, `compare` and `profile`."""
+"""The command line: `chairlift serve`, `route`, `explain`, `run`, `chat`, `pull`, `batch`, `bench` and others."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from chairlift.commands.explain import explain
 from chairlift.commands.plan import plan
 from chairlift.commands.profile import profile
 from chairlift.commands.pull import pull
+from chairlift.commands.route import route
 from chairlift.commands.run import run
 from chairlift.commands.serve import serve
 from chairlift.commands.simulate import simulate_command
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for each in (serve, chat, run, batch, pull, explain):
+for each in (serve, route, chat, run, batch, pull, explain):
     app.command(cls=Command)(each)
 for each in (cache, kv, agreement, sizes):
     bench.app.command(cls=Command)(each)

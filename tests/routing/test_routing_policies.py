@@ -47,6 +47,7 @@ class World:
                 route = self.live.pop(self.chance.randrange(len(self.live)))
                 for _ in range(self.chance.choice([1, 1, 2])):
                     route.end(self.chance.choice(ENDS))
+                    route.started()  # a late report of its first token changes nothing
             case "start" if self.live:
                 for _ in range(self.chance.choice([1, 2])):
                     self.chance.choice(self.live).started()

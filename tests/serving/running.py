@@ -137,16 +137,31 @@ def running(
     environment: dict[str, str] | None = None,
     constants: dict[str, Any] | None = None,
     open_files: int | None = None,
+    port: int = 0,
 ) -> Iterator[Running]:
     """A server for a model; with `fake`, its engine only pretends. `constants` of its first process may be changed."""
     changed = {**({"chairlift.serving.supervisor.ENGINE": FAKE} if fake else {}), **(constants or {})}
     command = [sys.executable, "-c", _START, json.dumps(changed), json.dumps(open_files)]
+    arguments = ["serve", "--port", str(port), str(model), *flags]
+    with _started([*command, *arguments], environment) as started:
+        yield started
+
+
+@contextmanager
+def routed(
+    *servers: Running | str, flags: tuple[str, ...] = (), constants: dict[str, Any] | None = None
+) -> Iterator[Running]:
+    """A router in front of servers."""
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    command = [sys.executable, "-c", _START, json.dumps(constants or {}), "null", "route", *urls, "--port", "0", *flags]
+    with _started(command, None) as started:
+        yield started
+
+
+@contextmanager
+def _started(command: list[str], environment: dict[str, str] | None) -> Iterator[Running]:
     with tempfile.NamedTemporaryFile("w+", prefix="chairlift-log-") as log:
-        process = subprocess.Popen(
-            [*command, "serve", str(model), "--port", "0", *flags],
-            stderr=log,
-            env={**os.environ, **(environment or {})},
-        )
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, **(environment or {})})
         try:
             lines = _lines_up_to(log, "address", process)
             url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")

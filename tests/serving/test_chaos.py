@@ -33,11 +33,11 @@ class Client:
         host, port = server.url.removeprefix("http://").split(":")
         self._address = host, int(port)
 
-    async def send(self, body: dict[str, Any], *, share: float = 1.0) -> None:
+    async def send(self, body: dict[str, Any], *, share: float = 1.0, path: str = CHAT) -> None:
         """A request, or the first part of one."""
         self.reader, self.writer = await asyncio.open_connection(*self._address, limit=1 << 20)
         content = json.dumps(body).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         raw = head.encode() + content
         self.writer.write(raw[: max(1, int(len(raw) * share))])
         await self.writer.drain()

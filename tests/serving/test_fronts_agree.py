@@ -31,6 +31,7 @@ from chairlift.serving import messages
 from chairlift.serving.admission import Admission
 from chairlift.serving.engine_process import as_update
 from chairlift.serving.failures import Failure
+from chairlift.serving.fleet import Fleet
 from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import _output
@@ -198,7 +199,7 @@ async def play(script: Script, tokenizer: Tokenizer, client: Any, engine: Any) -
     request = script.request
     streams = request.params.width == request.params.n and script.chance.random() < 0.5
     fronts = [Local(script, tokenizer, is_streamed=each) for each in (streams, False)]
-    answering = Answering(client, Metrics("m"), tokenizer, Terms("r", "completions"), None, streams)
+    answering = Answering(Fleet({"0": client}), Metrics("m"), tokenizer, Terms("r", "completions"), None, streams)
     asked = Asked(None, request.prompt, request.params, 0, [], [])
     answering.start([asked], lambda _: Admission(9, 999).admit(None, 1, 1, 0.0).split([1]))
     order = messages.decode_order(await engine.socket.recv())

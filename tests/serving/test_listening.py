@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from chairlift.core.errors import SettingsError
-from chairlift.serving.server import listen
+from chairlift.serving.http_server import listen
 
 
 def test_what_it_accepts_sends_small_packets_at_once() -> None:

@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.core.errors import SettingsError
 from chairlift.core.settings import SchedulingSettings
+from chairlift.serving.families import VLLM
 from chairlift.serving.messages import Stats
-from chairlift.serving.metrics import VLLM, Metrics
+from chairlift.serving.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 IDLE = Stats(0, 0, 100, 100, 0, 0, 0, 0, 0, 0)
@@ -28,11 +29,13 @@ Page = dict[str, dict[frozenset[tuple[str, str]], float]]
 
 
 def read(text: bytes) -> Page:
-    """Each sample's name, and its values by labels without the model's."""
+    """Each sample's name, and its values by labels without the model's and the first replica's."""
     page: Page = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
-            labels = frozenset(item for item in sample.labels.items() if item[0] != "model_name")
+            labels = frozenset(
+                item for item in sample.labels.items() if item[0] != "model_name" and item != ("replica", "0")
+            )
             assert sample.labels.get("model_name") in ("tiny", None)
             assert labels not in page.setdefault(sample.name, {}), f"{sample.name} twice"
             page[sample.name][labels] = sample.value
@@ -50,13 +53,13 @@ def totals(**counts: int) -> Stats:
 
 def serve_some(metrics: Metrics) -> None:
     """A request that ends well, one that is aborted in the queue, one that is refused, and three steps."""
-    metrics.engine_state(True)
+    metrics.of_engine().engine_state(True)
     metrics.submitted(7, 1, 20)
     metrics.submitted(5, 2, None)
-    metrics.engine(totals(submitted=2))
-    metrics.engine(Stats(1, 1, 75, 100, 2, 0, 0, 0, 0, 0, 0.02, 12))
+    metrics.of_engine().engine(totals(submitted=2))
+    metrics.of_engine().engine(Stats(1, 1, 75, 100, 2, 0, 0, 0, 0, 0, 0.02, 12))
     told: dict[str, Any] = {"correlation": 0.5, "service": {"alice": 20.0, "bob": 7.5}}
-    metrics.engine(Stats(1, 0, 75, 100, 2, 0, 1, 0, 0, 3, 0.004, 1, **told))
+    metrics.of_engine().engine(Stats(1, 0, 75, 100, 2, 0, 1, 0, 0, 3, 0.004, 1, **told))
     metrics.first_token(0.05)
     metrics.between_tokens(0.004)
     metrics.between_tokens(0.02)
@@ -123,63 +126,64 @@ def waiting(metrics: Metrics) -> dict[str, float]:
 
 def test_all_that_wait_wait_for_what_holds_up_the_first() -> None:
     metrics = Metrics("tiny")
+    metrics.of_engine()
     assert waiting(metrics) == {}
     for reason, number in (("rows", 3), ("rows", 4), ("blocks", 5), ("tokens", 1), ("gate", 2)):
-        metrics.engine(Stats(1, number, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by=reason))
+        metrics.of_engine().engine(Stats(1, number, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by=reason))
         assert waiting(metrics) == {reason: number}
-    metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0))
+    metrics.of_engine().engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0))
     assert waiting(metrics) == {"next_step": 2}, "no step has looked at them yet"
-    metrics.engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by="rows"))
-    metrics.engine_state(False)
+    metrics.of_engine().engine(Stats(1, 2, 1, 1, 0, 0, 0, 0, 0, 0, blocked_by="rows"))
+    metrics.of_engine().engine_state(False)
     assert waiting(metrics) == {}
 
 
 def test_a_predictor_s_correlation_is_shown_while_it_is_known() -> None:
     metrics = Metrics("tiny")
-    metrics.engine(IDLE)
+    metrics.of_engine().engine(IDLE)
     assert "chairlift:predictor_rank_correlation" not in read(metrics.render()[0])
-    metrics.engine(msgspec.structs.replace(IDLE, correlation=-0.25))
+    metrics.of_engine().engine(msgspec.structs.replace(IDLE, correlation=-0.25))
     assert value(metrics, "predictor_rank_correlation") == -0.25
-    metrics.engine(IDLE)  # another engine, which knows nothing yet
+    metrics.of_engine().engine(IDLE)  # another engine, which knows nothing yet
     assert isnan(value(metrics, "predictor_rank_correlation"))
 
 
 def test_a_tenant_s_service_is_shown_while_it_has_requests() -> None:
     metrics = Metrics("tiny")
-    metrics.engine(IDLE)
+    metrics.of_engine().engine(IDLE)
     assert "chairlift:tenant_service_tokens" not in read(metrics.render()[0])
-    metrics.engine(msgspec.structs.replace(IDLE, service={"alice": 20.0, "bob": 7.5}))
-    metrics.engine(msgspec.structs.replace(IDLE, service={"alice": 21.0}))
+    metrics.of_engine().engine(msgspec.structs.replace(IDLE, service={"alice": 20.0, "bob": 7.5}))
+    metrics.of_engine().engine(msgspec.structs.replace(IDLE, service={"alice": 21.0}))
     assert value(metrics, "tenant_service_tokens", tenant="alice") == 21
     assert value(metrics, "tenant_service_tokens", tenant="bob") == 0
-    metrics.engine_state(False)
+    metrics.of_engine().engine_state(False)
     assert value(metrics, "tenant_service_tokens", tenant="alice") == 0
 
 
 def test_a_policy_shows_numbers_of_its_own() -> None:
     metrics = Metrics("tiny")
-    metrics.engine(IDLE)
+    metrics.of_engine().engine(IDLE)
     assert "chairlift:policy_stats" not in read(metrics.render()[0])
-    metrics.engine(msgspec.structs.replace(IDLE, policy={"bins": 3.0}))
+    metrics.of_engine().engine(msgspec.structs.replace(IDLE, policy={"bins": 3.0}))
     assert value(metrics, "policy_stats", stat="bins") == 3
 
 
 def test_blocks_that_were_swapped_are_counted_each_way() -> None:
     metrics = Metrics("tiny")
     for out, back in ((8, 0), (8, 8), (12, 8), (2, 1)):  # the last is another engine
-        metrics.engine(msgspec.structs.replace(IDLE, swapped_out=out, swapped_in=back))
+        metrics.of_engine().engine(msgspec.structs.replace(IDLE, swapped_out=out, swapped_in=back))
     assert value(metrics, "kv_blocks_swapped_out_total") == 14
     assert value(metrics, "kv_blocks_swapped_in_total") == 9
 
 
 def test_a_block_that_nobody_holds_is_not_in_use_though_the_prefix_cache_keeps_it() -> None:
     metrics = Metrics("tiny")
-    metrics.engine(Stats(1, 0, 25, 100, 1, 0, 0, 0, 0, 0, cached_blocks=65))
+    metrics.of_engine().engine(Stats(1, 0, 25, 100, 1, 0, 0, 0, 0, 0, cached_blocks=65))
     assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.1)
     assert value(metrics, "kv_cache_cached_perc") == pytest.approx(0.65)
-    metrics.engine(Stats(0, 0, 35, 100, 1, 0, 0, 0, 0, 0, cached_blocks=65))
+    metrics.of_engine().engine(Stats(0, 0, 35, 100, 1, 0, 0, 0, 0, 0, cached_blocks=65))
     assert value(metrics, "kv_cache_usage_perc") == 0
-    metrics.engine_state(False)
+    metrics.of_engine().engine_state(False)
     assert value(metrics, "kv_cache_cached_perc") == 0
 
 
@@ -187,7 +191,7 @@ def test_what_the_prefix_cache_does_is_counted_over_all_engines() -> None:
     metrics = Metrics("tiny", compat="vllm")
     fields = ("queried_tokens", "cached_tokens", "evicted_blocks", "copied_blocks", "from_host", "from_disk")
     for counts in ((200, 96, 3, 1, 2, 0), (300, 192, 4, 1, 2, 5), (100, 0, 0, 0, 1, 0)):  # the last is another engine
-        metrics.engine(msgspec.structs.replace(IDLE, **dict(zip(fields, counts, strict=True))))
+        metrics.of_engine().engine(msgspec.structs.replace(IDLE, **dict(zip(fields, counts, strict=True))))
     names = ("queries", "hits", "evictions", "copies")
     assert [value(metrics, f"prefix_cache_{name}_total") for name in names] == [400, 192, 4, 1]
     assert [value(metrics, "prefix_cache_returns_total", tier=tier) for tier in ("host", "disk")] == [3, 5]
@@ -215,7 +219,7 @@ def test_an_engine_that_starts_again_never_turns_a_counter_back() -> None:
         totals(submitted=1),  # and another, whose first words came late
         totals(submitted=20, finished=19, failed=1),
     ):
-        metrics.engine(stats)
+        metrics.of_engine().engine(stats)
         seen.append([value(metrics, f"requests_{name}_total") for name in ("submitted", "finished", "failed")])
     # What an engine had not ended when it was lost has failed.
     assert seen == [[10, 8, 0], [12, 9, 0], [12, 9, 3], [15, 10, 3], [16, 10, 5], [35, 29, 6]]
@@ -224,17 +228,18 @@ def test_an_engine_that_starts_again_never_turns_a_counter_back() -> None:
 
 def test_coming_up_again_is_a_restart_and_coming_up_is_none() -> None:
     metrics = Metrics("tiny")
+    assert metrics.of_engine() is metrics.of_engine()
     assert value(metrics, "engine_up") == 0
     for up, restarts in ((False, 0), (True, 0), (True, 0), (False, 0), (False, 0), (True, 1), (False, 1), (True, 2)):
-        metrics.engine_state(up)
+        metrics.of_engine().engine_state(up)
         assert value(metrics, "engine_up") == up
         assert value(metrics, "engine_restarts_total") == restarts
 
 
 def test_an_engine_that_is_down_runs_nothing() -> None:
     metrics = Metrics("tiny")
-    metrics.engine(totals())
-    metrics.engine_state(False)
+    metrics.of_engine().engine(totals())
+    metrics.of_engine().engine_state(False)
     assert value(metrics, "num_requests_running") == value(metrics, "kv_cache_usage_perc") == 0
 
 
@@ -299,6 +304,16 @@ def test_an_unknown_compat_is_refused_with_the_choices() -> None:
         Metrics("tiny", compat="sglang")
 
 
+def test_two_engines_of_a_model_have_series_of_their_own_and_vllm_s_label() -> None:
+    metrics = Metrics("tiny", compat="vllm")
+    for replica, submitted in (("0", 3), ("1", 5)):
+        metrics.of_engine(replica).engine(totals(submitted=submitted))
+    assert value(metrics, "requests_submitted_total") == 3
+    assert value(metrics, "requests_submitted_total", replica="1") == 5
+    page = read(metrics.render()[0])
+    assert page["vllm:num_requests_waiting"] == {frozenset({("engine", each)}): 3 for each in "01"}
+
+
 # ---- several HTTP processes
 
 WORKER = """
@@ -308,19 +323,19 @@ from chairlift.serving.metrics import Metrics
 metrics = Metrics("tiny", compat="vllm")
 match sys.argv[1]:
     case "first":
-        metrics.engine(IDLE)
+        metrics.of_engine().engine(IDLE)
         serve_some(metrics)
-        metrics.engine_state(False)
-        metrics.engine_state(True)
-        metrics.engine(totals(submitted=2, aborted=1, preemptions=3))
+        metrics.of_engine().engine_state(False)
+        metrics.of_engine().engine_state(True)
+        metrics.of_engine().engine(totals(submitted=2, aborted=1, preemptions=3))
     case "second":  # it hears nothing of the engine but that it comes and goes
         for up in (True, False, True):
-            metrics.engine_state(up)
+            metrics.of_engine().engine_state(up)
         metrics.first_token(3.0)
         metrics.refused("queue_full")
     case "replacement":  # of the first, with the engine still running
-        metrics.engine(totals(submitted=2, aborted=1, preemptions=3))
-        metrics.engine(totals(submitted=5, aborted=1, preemptions=3))
+        metrics.of_engine().engine(totals(submitted=2, aborted=1, preemptions=3))
+        metrics.of_engine().engine(totals(submitted=5, aborted=1, preemptions=3))
     case "scraped":
         sys.stdout.buffer.write(metrics.render()[0])
 """
@@ -370,7 +385,9 @@ def test_a_token_costs_next_to_nothing() -> None:
 def names_exposed() -> set[str]:
     metrics = Metrics("tiny")
     serve_some(metrics)
-    metrics.engine(msgspec.structs.replace(IDLE, policy={"bins": 1.0}, service={"alice": 1.0}, correlation=0.5))
+    metrics.of_engine().engine(
+        msgspec.structs.replace(IDLE, policy={"bins": 1.0}, service={"alice": 1.0}, correlation=0.5)
+    )
     return set(read(metrics.render()[0]))
 
 

@@ -51,6 +51,7 @@ COMMON_SETTINGS = {
 # Options of single commands that only `--help-all` shows.
 RARE_OPTIONS = {
     "api_workers",
+    "routing",
     "max_waiting_tokens",
     "grace",
     "max_body_mb",

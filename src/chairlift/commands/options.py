@@ -94,6 +94,34 @@ def with_model(default: str = DEFAULT_MODEL) -> Callable[[Command], Command]:
     return lambda command: _gather(command, flags, "model", choose)
 
 
+def with_models(command: Command) -> Command:
+    """Add the argument MODEL and the repeated flag --model to a command, which gets the keyword `model`: a list."""
+    argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+    option = Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="[NAME=]MODEL",
+            help="The same as MODEL; repeat it as NAME=MODEL to serve several models, each with engines of its own "
+            "and an equal share of memory.",
+        ),
+    ]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    flags = [
+        inspect.Parameter("model_argument", kind, default=None, annotation=argument),
+        inspect.Parameter("model", kind, default=None, annotation=option),
+    ]
+
+    def choose(values: dict[str, Any]) -> list[str]:
+        first, given = values["model_argument"], values["model"] or []
+        if first is not None and given and [first] != given:
+            raise ChairliftError(f"MODEL is {first!r} and --model is {', '.join(map(repr, given))}: give one of them")
+        return [first] if first is not None else given or [DEFAULT_MODEL]
+
+    return _gather(command, flags, "model", choose)
+
+
 def with_settings(command: Command, groups: tuple[str, ...] = ("model", "cache", "scheduling")) -> Command:
     """Add a flag for each engine setting of these groups to a command, which gets them as the keyword `settings`.
 

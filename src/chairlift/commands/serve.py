@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from chairlift.commands.options import with_model, with_settings
+from chairlift.commands.options import with_models, with_settings
 from chairlift.commands.screen import begin_loading, notes
 
 
 @with_settings
-@with_model()
+@with_models
 def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens the server to the network: set API keys then.")
@@ -22,6 +22,22 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API (default: as given).")
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="Engines of each model, with equal shares of memory; one per GPU where there are several. Raise it to "
+            "serve from more GPUs, or when one engine cannot use all cores.",
+            min=1,
+            max=64,
+        ),
+    ] = 1,
+    routing: Annotated[
+        Literal["cache-aware", "least-loaded", "session", "round-robin"],
+        typer.Option(
+            help="Which replica gets a request: cache-aware (most of its prompt cached, least work), least-loaded, "
+            "session (by X-Session-Id, prompt_cache_key or user), round-robin. Change it to compare."
+        ),
+    ] = "cache-aware",
     api_keys: Annotated[
         Path | None,
         typer.Option(help="A TOML file of API keys (docs/keys.md); also read from CHAIRLIFT_API_KEYS.", exists=False),
@@ -94,10 +110,10 @@ def serve(
         typer.Option(help="Lowest level that is logged; info has a line for every request."),
     ] = "info",
     *,
-    model: str,
+    model: list[str],
     settings: dict[str, Any],
 ) -> None:
-    """Serve a model over an OpenAI-compatible API."""
+    """Serve a model, or several, over an OpenAI-compatible API."""
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
     from chairlift.serving.keys import digest_of
@@ -121,13 +137,16 @@ def serve(
     if tool_parser is not None and tool_parser not in DIALECTS:
         raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
-    begin_loading(model, settings, is_told=True)
-    from chairlift.serving.plan import Plan
+    models = named_models(model, served_model_name)
+    for each in models.values():
+        begin_loading(each, settings, is_told=True)
+    from chairlift.serving.plan import ModelPlan, Plan
     from chairlift.serving.server import run
 
     plan = Plan(
-        model=model,
-        name=served_model_name or model,
+        models=[ModelPlan(name, each) for name, each in models.items()],
+        replicas=replicas,
+        routing=routing,
         settings={name: value for name, value in settings.items() if value is not None},
         host=host,
         port=port,
@@ -150,3 +169,26 @@ def serve(
         log_level=log_level,
     )
     sys.exit(run(plan, lambda text: notes.print(text, markup=False)))
+
+
+def named_models(given: list[str], served_name: str | None = None) -> dict[str, str]:
+    """Return where each model is, by its name in the API.
+
+    >>> named_models(["small=org/a", "large=org/b"]), named_models(["org/a"], "a")
+    ({'small': 'org/a', 'large': 'org/b'}, {'a': 'org/a'})
+    """
+    from chairlift.core.errors import SettingsError
+
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, where = text.partition("=")
+        if not name or not where or Path(text).exists():  # a file's name may have an equals sign
+            name, where = text, text
+        if name in found:
+            raise SettingsError(f"two models have the name {name!r}: give each its own with --model NAME=MODEL")
+        found[name] = where
+    if served_name is None:
+        return found
+    if len(found) > 1:
+        raise SettingsError("--served-model-name names one model: name several with --model NAME=MODEL")
+    return {served_name: next(iter(found.values()))}

@@ -50,6 +50,7 @@ class Route:
         if not self._has_ended:
             self._has_ended = True
             self._router.loads.add(self.name, -1, -self._pending)
+            self._pending = 0
             counts = self._router.counts[self.name]
             setattr(counts, how, getattr(counts, how) + 1)
 

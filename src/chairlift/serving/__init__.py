@@ -1,5 +1,5 @@
 """The server: OpenAI's routes in HTTP processes, the engine in another, with messages of token ids between them.
 
 An HTTP process validates, tokenizes, rejects and streams. The engine process (`engine_process.py`) never reads a byte
-that a client sent. No other folder of the package imports this one, except the command line.
+that a client sent. Only the command line and the gateway import this folder.
 """

@@ -1,5 +1,7 @@
 """Accounts: live requests and used tokens of each tenant, in memory that all HTTP processes share.
 
+The queue's length and the loads of the engines are counted there too, under names that no tenant can have.
+
 Each process counts a tenant's requests in its own column; the tenant's total is the sum of the columns. When a process
 dies, only its column is cleared. No lock is needed: a process adds its requests before it reads the sum, so a tenant
 never exceeds its limit, though two processes that add at the same moment may both reject.
@@ -12,6 +14,7 @@ import mmap
 from array import array
 from collections.abc import Sequence
 
+from chairlift.routing.loads import Loads
 from chairlift.serving.shared import nameless_file
 
 MINUTE = 60.0
@@ -58,6 +61,10 @@ class Accounts:
         """Add to the tenant's live requests in this process; `requests` is negative when they end."""
         self._numbers[self._row(tenant) + 1 + self._process] += requests
 
+    def put(self, name: str, number: int) -> None:
+        """Set this process's count."""
+        self._numbers[self._row(name) + 1 + self._process] = number
+
     def charge(self, tenant: str, tokens: int, per_minute: int, now: float) -> None:
         """Take tokens out of the tenant's bucket.
 
@@ -76,3 +83,37 @@ class Accounts:
         """Set the column of a process that died to 0: its requests ended with it."""
         for row in self._rows.values():
             self._numbers[row + 1 + process] = 0.0
+
+
+class SharedLoads(Loads):
+    """The loads of a model's engines, of the requests of all HTTP processes."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        super().__init__()
+        self._accounts = accounts
+
+    @staticmethod
+    def names(engine: str) -> list[str]:
+        """Return the names under which an engine's load is counted."""
+        return [f"{engine}/live", f"{engine}/pending", f"{engine}/busy"]
+
+    def add(self, name: str, live: int, pending: int) -> None:
+        """Add live requests and pending prompt tokens of this process to an engine."""
+        self._accounts.add(f"{name}/live", live)
+        self._accounts.add(f"{name}/pending", pending)
+
+    def live(self, name: str) -> int:
+        """Return the engine's live requests."""
+        return self._accounts.live(f"{name}/live")
+
+    def pending(self, name: str) -> int:
+        """Return the engine's uncached prompt tokens of requests without a first token."""
+        return self._accounts.live(f"{name}/pending")
+
+    def is_busy(self, name: str) -> bool:
+        """Whether requests wait for room in the engine's batch."""
+        return self._accounts.live(f"{name}/busy") > 0
+
+    def set_busy(self, name: str, busy: bool) -> None:
+        """Record whether requests wait for room; only the process that gets the engine's statistics knows."""
+        self._accounts.put(f"{name}/busy", busy)

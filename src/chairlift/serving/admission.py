@@ -1,6 +1,8 @@
 """Admission: a queue bounded by number, memory and predicted wait, and each tenant's own limits.
 
-Each HTTP process has one, used only from its event loop; the tenants' accounts are shared. Every call is O(1).
+Each HTTP process has one for each model, used only from its event loop. The tenants' accounts and the length of the
+queue are shared by all processes; of two that admit at the same moment, both may take the last place. Every call is
+O(1).
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class Admission:
         max_wait: float = math.inf,
         *,
         accounts: Accounts | None = None,
+        queue: str = "queue",
         is_busy: Callable[[], bool] = lambda: True,
         random: Callable[[], float] = random.random,
     ) -> None:
@@ -107,12 +110,13 @@ class Admission:
         self._drain = Drain()
         self._returns = Returns(random)
         self._accounts = accounts or Accounts()
+        self._names = queue_names(queue)
         self._refusals: dict[str, int] = {}  # per tenant at its limit, since one of its requests last ended
         self._now = -math.inf  # the latest `now` that a caller passed
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a first token."""
+        """Number of requests without a first token, of this process."""
         return self._waiting
 
     @property
@@ -154,8 +158,7 @@ class Admission:
         )
         if refusal is not None:
             raise Refused(refusal)
-        self._waiting += requests
-        self._waiting_tokens += tokens
+        self._enqueue(requests, tokens)
         self._live += requests
         self._charge(tenant, prompt_tokens)
         return Ticket(self, tenant, tokens, requests)
@@ -196,25 +199,26 @@ class Admission:
     def _refuse_queue(self, tokens: int, requests: int) -> Refusal | None:
         if requests > self._max_waiting:
             return _never(requests, f"the server's --max-waiting is {self._max_waiting}", self._max_waiting)
+        held, held_tokens = (self._accounts.live(name) for name in self._names)  # of all processes
         # An empty queue admits a prompt of any length: one longer than the bound would otherwise never be admitted.
-        if self._waiting == 0:
+        if held == 0:
             return None
-        waiting, waiting_tokens = self._waiting + requests, self._waiting_tokens + tokens
-        if waiting > self._max_waiting:
-            held = f"{self._waiting:,} requests are waiting and the server's --max-waiting is {self._max_waiting:,}"
-            return self._full(held, waiting - self._max_waiting, 0)
-        if waiting_tokens > self._max_waiting_tokens:
-            excess = min(self._waiting_tokens, waiting_tokens - self._max_waiting_tokens)
+        if held + requests > self._max_waiting:
+            limit = f"the server's --max-waiting is {self._max_waiting:,}"
+            return self._full(f"{held:,} requests are waiting and {limit}", held + requests - self._max_waiting, 0)
+        if held_tokens + tokens > self._max_waiting_tokens:
+            excess = max(1, min(held_tokens, held_tokens + tokens - self._max_waiting_tokens))
             limit = f"the server's --max-waiting-tokens is {self._max_waiting_tokens:,}"
-            return self._full(f"{self._waiting_tokens:,} prompt tokens are waiting and {limit}", 0, excess)
+            return self._full(f"{held_tokens:,} prompt tokens are waiting and {limit}", 0, excess)
+        waiting, waiting_tokens = self._waiting + requests, self._waiting_tokens + tokens
         # If no request waits for room in the batch, the batch has room and the predicted wait is 0.
         wait = self._drain.seconds_for(waiting, waiting_tokens) if self._is_busy() else 0.0
         if wait > self._max_wait:
             seconds = self._returns.book(self._now, wait - self._max_wait, self._drain.seconds_each())
             predicted = f"{wait:.0f} s" if wait < MINUTE * MINUTE else "more than an hour"
-            held = f"the predicted wait is {predicted} ({self._waiting:,} requests are waiting)"
+            reason = f"the predicted wait is {predicted} ({self._waiting:,} requests are waiting)"
             limit = f"the server's --max-wait is {self._max_wait:g} s"
-            return Refusal("long_wait", f"{held} and {limit}: try again in {seconds:.0f} s", 429, seconds)
+            return Refusal("long_wait", f"{reason} and {limit}: try again in {seconds:.0f} s", 429, seconds)
         return None
 
     def _full(self, held: str, excess: int, excess_tokens: int) -> Refusal:
@@ -235,10 +239,15 @@ class Admission:
         if tenant is not None and tenant.tokens_per_minute is not None:
             self._accounts.charge(tenant.name, tokens, tenant.tokens_per_minute, self._now)
 
+    def _enqueue(self, requests: int, tokens: int) -> None:
+        self._waiting += requests
+        self._waiting_tokens += tokens
+        for name, amount in zip(self._names, (requests, tokens), strict=True):
+            self._accounts.add(name, amount)
+
     def _dequeue(self, ticket: Ticket, now: float) -> None:
         self._advance_clock(now)
-        self._waiting -= ticket.requests
-        self._waiting_tokens -= ticket.tokens
+        self._enqueue(-ticket.requests, -ticket.tokens)
         if self._is_busy():
             self._drain.leave(ticket.requests, ticket.tokens)
 
@@ -247,6 +256,11 @@ class Admission:
         if ticket.tenant is not None:
             self._accounts.add(ticket.tenant.name, -ticket.requests)
             self._refusals.pop(ticket.tenant.name, None)
+
+
+def queue_names(queue: str) -> tuple[str, str]:
+    """Return the names under which a queue's requests and tokens are counted; with a slash, as no tenant's has."""
+    return f"{queue}/waiting", f"{queue}/tokens"
 
 
 def _never(requests: int, bound: str, most: int) -> Refusal:

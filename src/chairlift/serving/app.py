@@ -22,8 +22,9 @@ from chairlift.serving.body import BodyError
 from chairlift.serving.failures import Failure, from_request, invalid, unavailable
 from chairlift.serving.keys import Tenant
 from chairlift.serving.metrics import OVERLOADED
+from chairlift.serving.replying import EventStream, json_response, send_reply
 from chairlift.serving.routes import ROUTES, Access, Route
-from chairlift.serving.service import CLIENT_DISCONNECTED, Call, EventStream, Service, json_response, send_reply
+from chairlift.serving.service import CLIENT_DISCONNECTED, Call, Service
 
 log = logging.getLogger("chairlift")
 access_log = logging.getLogger("chairlift.access")
@@ -73,7 +74,7 @@ class App:
             if isinstance(response, EventStream):
                 await response(scope, receive, send)
             else:
-                await send_reply(call, response, send)
+                await send_reply(response, send, call.backlog, call.close)
         finally:
             call.close()
             self._note(call, route, response.status_code, time.monotonic() - start, failure)
@@ -82,10 +83,10 @@ class App:
         """Return the error that is sent to the client; an unexpected one is logged."""
         if isinstance(error, Failure):
             if error.code in OVERLOADED:
-                self.service.metrics.refused(error.code)
+                call.model.metrics.refused(error.code)
             return error
         if isinstance(error, RequestError | BodyError):
-            self.service.metrics.refused("invalid")
+            call.model.metrics.refused("invalid")
             return from_request(error) if isinstance(error, RequestError) else invalid(str(error), code="invalid_body")
         log.error("a request failed with an unexpected error", exc_info=error, extra={"request_id": call.id})
         return Failure("unexpected error in the server: its log has the details", 500, "server_error", "internal_error")
@@ -122,7 +123,7 @@ class App:
         """Reject all but open routes on connections that were accepted beyond the limit."""
         connection = scope.get("state", {}).get("connection")
         if connection is not None and connection.is_extra and route.access is not Access.OPEN:
-            self.service.metrics.refused("connections")
+            self.service.first.metrics.refused("connections")
             failure = unavailable("the server is at its limit of connections: try again in a moment")
             failure.more_headers["Connection"] = "close"
             raise failure
@@ -133,7 +134,7 @@ class App:
             return None
         tenant = keyring.find(http.headers.get("authorization")) or keyring.find_key(http.headers.get("x-api-key"))
         if tenant is None:
-            self.service.metrics.refused("unauthorized")
+            self.service.first.metrics.refused("unauthorized")
             raise Failure(
                 "no valid API key: send Authorization: Bearer YOUR_KEY, or x-api-key: YOUR_KEY",
                 401,
@@ -169,7 +170,7 @@ class App:
 
     def _note(self, call: Call, route: Route | None, status: int, seconds: float, failure: Failure | None) -> None:
         path = "other" if route is None else route.path
-        self.service.metrics.responded(path, status, seconds)
+        call.model.metrics.responded(path, status, seconds)
         if self.service.traces is not None and call.http.method == "POST":
             self.service.traces.record(path, status, seconds, call.id, call.http.headers, call.outputs)
         access_log.info(

@@ -67,7 +67,6 @@ class EngineClient:
     def __init__(self, address: str, beat: Beat, watcher: Watcher | None = None) -> None:
         self.hello: Hello | None = None  # None while no engine is connected
         self.broken: str | None = None  # why the engine could not start
-        self.stats: Stats | None = None
         self._address = address
         self._path = Path(address.removeprefix("ipc://"))
         self._beat = beat
@@ -143,11 +142,6 @@ class EngineClient:
         return None
 
     @property
-    def is_busy(self) -> bool:
-        """Whether requests wait for room in the batch, as of the last step."""
-        return self.stats is not None and self.stats.waiting > 0 and self.stats.blocked_by != ""
-
-    @property
     def live(self) -> int:
         """Number of this process's requests in the engine."""
         return len(self._listeners)
@@ -168,6 +162,11 @@ class EngineClient:
         if not self._send(order):
             del self._listeners[order.key]
             listener.lose(self.trouble or "the engine does not accept requests")
+
+    def listen(self, key: int, listener: Listener) -> None:
+        """Replace the listener of a request."""
+        if key in self._listeners:
+            self._listeners[key] = listener
 
     def abort(self, key: int) -> None:
         """Abort a request; its listener gets no further update."""
@@ -241,10 +240,9 @@ class EngineClient:
                 continue
             match report:
                 case StepReport(updates, stats):
-                    if stats is not None and self.hello is not None:  # an ended engine's counts are settled already
-                        self.stats = stats
-                        if self._watcher is not None:
-                            self._watcher.engine(stats)
+                    # The counts of an engine that has ended are settled already.
+                    if stats is not None and self.hello is not None and self._watcher is not None:
+                        self._watcher.engine(stats)
                     for each in updates:
                         if (listener := self._listeners.get(each.key)) is not None:
                             try:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import msgspec
 import zmq
@@ -28,16 +28,12 @@ from chairlift.core.step import TokenLogprobs
 from chairlift.engine.engine import Engine
 from chairlift.engine.garbage import freeze_loaded, postpone_full_collections
 from chairlift.engine.loop import drive
-from chairlift.offline.vocabulary import all_eos_ids, read_tokenizer
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.compiling import Compiler
+from chairlift.serving.engine_start import Job, Started, start
 from chairlift.serving.link import Link
 from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores, Scored, Stats, StepReport, Submit
-from chairlift.text.grammar import Grammars
-
-if TYPE_CHECKING:
-    from chairlift.execution.build import Loaded
 
 log = logging.getLogger("chairlift")
 
@@ -45,17 +41,6 @@ FAULT = 4  # exit code of an engine after its device has failed
 _COLLECT_EVERY = 600.0  # seconds between full garbage collections while requests run
 IDLE_MS = 400  # between two heartbeats of an idle engine
 _READERS_MS = 20  # between two checks of HTTP processes that are behind
-
-
-class Job(msgspec.Struct, frozen=True):
-    """The arguments of the engine process."""
-
-    model: str
-    settings: dict[str, Any]
-    sockets: list[str]  # one per HTTP process; the first also receives the statistics
-    beat: int  # descriptor of the shared memory
-    parent: int  # process id; the engine process ends with it
-    progress: bool = False
 
 
 class EngineLoop:
@@ -357,54 +342,6 @@ def as_update(key: int, event: Event) -> AnswerUpdate:
 
 def _scored(entry: TokenLogprobs) -> Scored:
     return Scored(entry.token, entry.logprob, entry.rank, msgspec.Raw(messages.encode(entry.top)))
-
-
-class Started(NamedTuple):
-    """An engine that is ready to serve."""
-
-    engine: Engine
-    hello: Hello
-    slowest_step: float  # seconds
-    compiler: Compiler | None = None
-
-
-def start(job: Job) -> Started:
-    """Load the model."""
-    from chairlift.cluster.tensor_parallel.build import assemble, load_model
-    from chairlift.core.settings import Settings
-
-    settings = Settings.of(**job.settings)
-    loaded = load_model(job.model, settings, progress=job.progress)
-    compiler = Compiler(lambda: grammars_of(job.model, loaded))
-    preparing = compiler.prepare()
-    built = assemble(loaded, settings, progress=job.progress)
-    preparing.join()
-    if compiler.grammars is not None:
-        built.engine.scheduler.masker = compiler.grammars.masks
-    limits, config = built.limits, built.config
-    hello = Hello(
-        model=job.model,
-        device=str(built.device),
-        dtype=str(config.dtype).removeprefix("torch."),
-        max_sequences=limits.max_sequences,
-        step_tokens=limits.step_tokens,
-        max_length=limits.max_length,
-        vocab_size=limits.vocab_size,
-        block_size=built.capacity.block_size,
-        kv_tokens=built.capacity.tokens,
-        capacity=str(built.capacity),
-        eos_ids=sorted(config.eos_ids),
-    )
-    return Started(built.engine, hello, built.slowest_step, compiler)
-
-
-def grammars_of(model: str, loaded: Loaded) -> Grammars:
-    """Read the vocabulary of a model for its grammars."""
-    tokenizer, missing = read_tokenizer(model, loaded.checkpoint)
-    if tokenizer is None:
-        raise RequestError(f"structured output needs a tokenizer: {missing}")
-    config = loaded.config
-    return Grammars(tokenizer, config.vocab_size, sorted(all_eos_ids(tokenizer, config.eos_ids, config.vocab_size)))
 
 
 def main(build_engine: Callable[[Job], Started] = start) -> None:

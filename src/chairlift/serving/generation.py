@@ -15,8 +15,8 @@ from chairlift.core.request import FinishReason
 from chairlift.core.step import PromptLogprobs, TokenLogprobs
 from chairlift.serving.admission import Ticket
 from chairlift.serving.backlog import Backlog, size_of
-from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
+from chairlift.serving.fleet import Fleet
 from chairlift.serving.messages import REFUSED, AnswerUpdate, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import AnswerPart, OutputPart, decode_entries
@@ -55,6 +55,7 @@ class Terms:
     priority: int = 0
     ttft: float | None = None  # target in seconds from arrival to the first token
     salt: str = ""  # only requests with the same salt share prefixes
+    session: str = ""  # for the session routing policy
 
 
 class Generation:
@@ -116,9 +117,9 @@ class Generation:
         )
         self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
         if not self._has_ended:  # the engine may have ended while the previous prompt was sent
-            self._group.client.submit(order, self)
+            self._group.client.submit(order, self, terms.session)
 
-    # ---- called by EngineClient
+    # ---- called by the EngineClient of its engine
 
     def take(self, update: AnswerUpdate) -> None:
         """Read an update at once, so that a stop string ends the answer before another step is planned."""
@@ -254,7 +255,7 @@ class Generation:
 class Answering:
     """All generations of one HTTP request, and the chunks that have not been sent to the client."""
 
-    client: EngineClient
+    client: Fleet
     metrics: Metrics
     tokenizer: Tokenizer | None
     terms: Terms

@@ -1,4 +1,4 @@
-"""A further HTTP process: the same app on the same listening socket, with its own connection to the engine."""
+"""A further HTTP process: the same app on the same listening socket, with its own connections to the engines."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import sys
 import msgspec
 
 from chairlift.serving import logs
-from chairlift.serving.accounts import Accounts
 from chairlift.serving.beat import Beat
+from chairlift.serving.http_models import HttpProcess
 from chairlift.serving.keys import Keyring
 from chairlift.serving.plan import Plan
-from chairlift.serving.server import HttpProcess, tenants_of
+from chairlift.serving.served import shared_accounts
 from chairlift.serving.shared import read_all
 from chairlift.serving.workers import Inherited
 
+_CHECK = 0.05  # seconds between two checks that the engines are connected
+
 
 async def serve(plan: Plan, worker: int, inherited: Inherited) -> None:
-    """Wait for the engine, then serve until a signal or until the parent process ends."""
+    """Wait for an engine of each model, then serve until a signal or until the parent process ends."""
     keyring = msgspec.json.decode(read_all(inherited.keys), type=Keyring | None)
-    accounts = Accounts.shared(tenants_of(keyring), plan.workers, worker, inherited.accounts)
+    accounts = shared_accounts(plan, keyring, worker, inherited.accounts)
     listener = socket.socket(fileno=inherited.listener)
-    process = HttpProcess(plan, worker, listener, Beat(inherited.beat), keyring, accounts)
-    await process.client.open()
+    process = HttpProcess(plan, worker, listener, list(map(Beat, inherited.beats)), keyring, accounts)
+    await process.open()
     watch = asyncio.create_task(_exit_with_parent(os.getppid()))
-    while process.client.hello is None:
-        await process.client.wait()
+    while any(model.fleet.hello is None for model in process.models):
+        await asyncio.sleep(_CHECK)
     with contextlib.suppress(asyncio.CancelledError):
         await process.run()
     watch.cancel()

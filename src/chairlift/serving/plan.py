@@ -9,12 +9,33 @@ import msgspec
 from chairlift.core.settings import SchedulingSettings, Settings
 
 
+class ModelPlan(msgspec.Struct, frozen=True):
+    """A model to serve: its name in the API, and where it is."""
+
+    name: str
+    model: str
+
+
+class EnginePlan(msgspec.Struct, frozen=True):
+    """One engine process: a replica of a model."""
+
+    place: int  # among all engines of the server
+    model: ModelPlan
+    replica: int
+
+    @property
+    def name(self) -> str:
+        """A name that no other engine and no tenant has: a tenant's name has no slash."""
+        return f"{self.place}/{self.replica}"
+
+
 class Plan(msgspec.Struct, frozen=True):
     """The settings of the server, from the command line; passed to further HTTP processes as JSON."""
 
-    model: str
-    name: str
+    models: list[ModelPlan]
     settings: dict[str, Any]
+    replicas: int = 1  # engines of each model
+    routing: str = "cache-aware"
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 1
@@ -47,6 +68,12 @@ class Plan(msgspec.Struct, frozen=True):
         """The source of sampling values that a request leaves out."""
         return Settings.of(**self.settings).model.generation_config
 
-    def socket_of(self, worker: int) -> str:
-        """Return the address of an HTTP process's socket for the engine."""
-        return f"ipc://{self.folder}/http-{worker}"
+    @property
+    def engines(self) -> list[EnginePlan]:
+        """All engine processes, those of the first model first."""
+        pairs = [(model, replica) for model in self.models for replica in range(self.replicas)]
+        return [EnginePlan(place, model, replica) for place, (model, replica) in enumerate(pairs)]
+
+    def socket_of(self, worker: int, engine: EnginePlan) -> str:
+        """Return the address of an HTTP process's socket for an engine."""
+        return f"ipc://{self.folder}/http-{worker}-{engine.place}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -18,11 +18,13 @@ from chairlift.openai.options import NAME
 from chairlift.openai.params import get
 from chairlift.openai.tools import read_tools
 from chairlift.serving.asking import INLINE, check_sizes
-from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
+from chairlift.serving.fleet import Fleet
 from chairlift.serving.messages import Explained
 from chairlift.serving.openapi import describe
-from chairlift.serving.service import Call, check_model, json_response
+from chairlift.serving.replying import json_response
+from chairlift.serving.served import ServedModel
+from chairlift.serving.service import Call
 from chairlift.serving.text_jobs import Chat, Detokenize, Encode, Encoded, Room, Tokenize
 
 
@@ -80,8 +82,8 @@ async def messages(call: Call) -> Response:
 async def count_tokens(call: Call) -> Response:
     """Count the tokens of a conversation in the shape of Anthropic's Messages API."""
     body = await call.read_body(lambda raw: read_message(raw, is_count=True))
-    hello, reader = call.service.hello, call.service.reader
-    check_model(body.get("model"), call.service.model)
+    hello = call.choose(body.get("model"))
+    reader = call.model.reader
     check_sizes(body)
     job = reader.chat_job(body, Room(hello.max_length), use=read_tools(body))
     encoded = await reader.do(job, INLINE + 1, call.attended)
@@ -93,20 +95,19 @@ async def count_tokens(call: Call) -> Response:
 
 
 async def models(call: Call) -> Response:
-    """List the served model."""
-    return json_response({"object": "list", "data": [_model(call)]})
+    """List the served models."""
+    return json_response({"object": "list", "data": [_model(call, each) for each in call.service.models.values()]})
 
 
 async def model(call: Call) -> Response:
-    """Return the model by its name."""
-    check_model(call.http.path_params["name"], call.service.model)
-    return json_response(_model(call))
+    """Return a model by its name."""
+    return json_response(_model(call, call.service.find(call.http.path_params["name"])))
 
 
-def _model(call: Call) -> dict[str, Any]:
-    hello = call.service.client.hello
+def _model(call: Call, model: ServedModel) -> dict[str, Any]:
+    hello = model.fleet.hello
     return {
-        "id": call.service.model,
+        "id": model.name,
         "object": "model",
         "created": call.service.started,
         "owned_by": "chairlift",
@@ -131,29 +132,36 @@ async def request(call: Call) -> Response:
 
 
 async def _explain(call: Call, name: str, tenant: str | None) -> Explained:
-    return await _ask(call, lambda client: client.explain(name, tenant))
+    fleets = [model.fleet for model in _models(call)]
+    working = [fleet for fleet in fleets if fleet.trouble is None]
+    answers = [await _ask(fleet, lambda fleet: fleet.explain(name, tenant)) for fleet in working or fleets]
+    return max(answers, key=lambda answer: answer.unfinished)
 
 
-async def _ask(call: Call, question: Callable[[EngineClient], Awaitable[T | None]]) -> T:
-    """Return the engine's answer to a question, or raise a Failure if there is none in time."""
-    client = call.service.client
-    if client.questions >= _QUESTIONS:
-        message = f"{client.questions} questions are waiting for the engine: try again in a moment"
+def _models(call: Call) -> Iterable[ServedModel]:
+    return call.service.models.values()
+
+
+async def _ask(fleet: Fleet, question: Callable[[Fleet], Awaitable[T | None]]) -> T:
+    """Return the engines' answer to a question, or raise a Failure if there is none in time."""
+    if fleet.questions >= _QUESTIONS:
+        message = f"{fleet.questions} questions are waiting for the engine: try again in a moment"
         raise Failure(message, 429, "rate_limit_error", "too_many_questions", retry_after=1.0)
-    if client.trouble is None and (found := await question(client)) is not None:
+    if fleet.trouble is None and (found := await question(fleet)) is not None:
         return found
-    raise unavailable(client.trouble or "the engine did not answer in time: it is in a long step", 2.0)
+    raise unavailable(fleet.trouble or "the engine did not answer in time: it is in a long step", 2.0)
 
 
 async def reset_prefix_cache(call: Call) -> Response:
-    """Empty the prefix cache; running requests keep their blocks."""
-    return json_response({"blocks": await _ask(call, EngineClient.reset_prefix_cache)})
+    """Empty the prefix caches of all engines; running requests keep their blocks."""
+    counts = [await _ask(model.fleet, Fleet.reset_prefix_cache) for model in _models(call)]
+    return json_response({"blocks": sum(counts)})
 
 
 async def embeddings(call: Call) -> Response:
     """Reject: a language model that only generates has no embeddings."""
     raise Failure(
-        f"{call.service.model} has no embeddings: use /v1/chat/completions or /v1/completions, or serve a model "
+        f"{call.model.name} has no embeddings: use /v1/chat/completions or /v1/completions, or serve a model "
         "that has them",
         404,
         "invalid_request_error",
@@ -164,8 +172,8 @@ async def embeddings(call: Call) -> Response:
 async def tokenize(call: Call) -> Response:
     """Convert a text or a conversation to token ids."""
     body = await call.body()
-    hello, reader = call.service.hello, call.service.reader
-    check_model(body.get("model"), call.service.model)
+    hello = call.choose(body.get("model"))
+    reader = call.model.reader
     room = Room(hello.max_length)
     source: Chat | Encode
     if "messages" in body:
@@ -184,8 +192,8 @@ async def tokenize(call: Call) -> Response:
 async def detokenize(call: Call) -> Response:
     """Convert token ids to text."""
     body = await call.body()
-    hello, reader = call.service.hello, call.service.reader
-    check_model(body.get("model"), call.service.model)
+    hello = call.choose(body.get("model"))
+    reader = call.model.reader
     ids = get(body, "tokens", "a list of whole numbers")
     if ids is None:
         raise RequestError('tokens must be a list of token ids: {"tokens": [1, 2, 3]}')
@@ -198,7 +206,8 @@ async def detokenize(call: Call) -> Response:
 
 async def tokenizer_info(call: Call) -> Response:
     """Return the tokenizer's fields, named as in tokenizer_config.json and as in vLLM."""
-    tokenizer = call.service.reader.require_tokenizer()
+    hello = call.choose(call.http.query_params.get("model"))
+    tokenizer = call.model.reader.require_tokenizer()
     return json_response(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",  # the class of transformers that reads any tokenizer.json
@@ -206,31 +215,35 @@ async def tokenizer_info(call: Call) -> Response:
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.pad_token,
             "chat_template": tokenizer.chat_template,
-            "model_max_length": call.service.hello.max_length,
+            "model_max_length": hello.max_length,
             "vocab_size": tokenizer.vocab_size,
         }
     )
 
 
 async def health(call: Call) -> Response:
-    """Return whether requests are being served: 503 if the engine has ended, is stuck or is not ready."""
-    trouble = call.service.client.trouble
-    if trouble is not None:
-        return json_response({"status": "unhealthy", "reason": trouble}, 503)
-    return json_response({"status": "ok"})
+    """Return whether requests are being served: 503 if a model has no engine that works."""
+    trouble = call.service.trouble
+    status = {"status": "ok"} if trouble is None else {"status": "unhealthy", "reason": trouble}
+    return json_response({**status, **_replicas(call)}, 200 if trouble is None else 503)
 
 
 async def ready(call: Call) -> Response:
     """Return whether new requests are accepted: 503 also while the server drains."""
-    trouble = "the server is shutting down" if call.service.is_draining else call.service.client.trouble
-    if trouble is not None:
-        return json_response({"status": "not ready", "reason": trouble}, 503)
-    return json_response({"status": "ready"})
+    trouble = "the server is shutting down" if call.service.is_draining else call.service.trouble
+    status = {"status": "ready"} if trouble is None else {"status": "not ready", "reason": trouble}
+    return json_response({**status, **_replicas(call)}, 200 if trouble is None else 503)
+
+
+def _replicas(call: Call) -> dict[str, Any]:
+    """Return the state of each engine, if there are several."""
+    states = {model.name: model.fleet.replicas() for model in _models(call)}
+    return {} if sum(map(len, states.values())) == 1 else {"replicas": states}
 
 
 async def metrics(call: Call) -> Response:
     """Return the metrics for Prometheus."""
-    content, kind = call.service.metrics.render()
+    content, kind = call.service.families.render()
     return Response(content, media_type=kind)
 
 
@@ -241,7 +254,7 @@ async def version(call: Call) -> Response:
 
 async def openapi(call: Call) -> Response:
     """Return the OpenAPI description."""
-    return json_response(describe(call.service.model))
+    return json_response(describe(", ".join(call.service.models)))
 
 
 ROUTES = (

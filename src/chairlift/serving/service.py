@@ -1,15 +1,13 @@
-"""Service: the state that all routes share; Call: one HTTP request, from its body to its reply."""
+"""Service: the models and the state that all routes share; Call: one HTTP request, from its body to its reply."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,28 +16,24 @@ from chairlift.apis.front import Front
 from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
 from chairlift.openai.options import Options, check_stream, read_options
 from chairlift.openai.params import set_aside_unknown
-from chairlift.openai.replies import usage
-from chairlift.serving.admission import Admission, Refused, Ticket
-from chairlift.serving.asking import Reader
+from chairlift.serving.admission import Refused, Ticket
 from chairlift.serving.backlog import Backlog
 from chairlift.serving.body import read_object
-from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure, invalid, unavailable
+from chairlift.serving.families import Families
 from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
-from chairlift.serving.metrics import Metrics
-from chairlift.serving.pieces_response import PiecesResponse, pieces_of
+from chairlift.serving.pieces_response import PiecesResponse
 from chairlift.serving.reply_jobs import Reply
+from chairlift.serving.replying import EventStream, until_disconnected
 from chairlift.serving.scores import ScoreBudget, count_scores, with_room
+from chairlift.serving.served import ServedModel
 from chairlift.serving.text_jobs import Job
 from chairlift.serving.traces import Traces
 from chairlift.text.outputs import RequestOutput
 
-log = logging.getLogger("chairlift")
-Message = MutableMapping[str, Any]
 T = TypeVar("T")
-Send = Callable[[Message], Awaitable[None]]
 _LARGE_BODY = 20_000  # bytes of JSON above which parsing runs in a thread, to keep the event loop free
 _ITEMS = 400_000  # of all lists and objects in a body: enough for a very long prompt in token ids
 _BODY_SECONDS = 60.0  # for a client to send its body
@@ -49,13 +43,10 @@ CLIENT_DISCONNECTED = 499  # never sent: for logs and metrics
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """The state that the routes of one HTTP process share."""
+    """The models and the state that the routes of one HTTP process share."""
 
-    model: str
-    client: EngineClient
-    reader: Reader
-    metrics: Metrics
-    admission: Admission
+    models: dict[str, ServedModel]  # by name; the first serves requests that name none
+    families: Families
     keyring: Keyring | None
     traces: Traces | None = None
     timeout: float | None = None  # seconds, for requests without their own
@@ -66,16 +57,42 @@ class Service:
     held_bytes: int = 0  # of bodies before admission
 
     @property
-    def hello(self) -> Hello:
-        """The engine's limits; raise a Failure while draining or if the engine is not running."""
+    def first(self) -> ServedModel:
+        """The model of requests that name none."""
+        return next(iter(self.models.values()))
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why a model cannot be served now, or None."""
+        for model in self.models.values():
+            if (trouble := model.fleet.trouble) is not None:
+                return trouble if len(self.models) == 1 else f"{model.name}: {trouble}"
+        return None
+
+    def find(self, name: object) -> ServedModel:
+        """Return the model that a request names; a missing name means the first."""
+        if name is not None and not isinstance(name, str):
+            raise invalid(f"model is {name!r}: use a string", param="model")
+        if not name:
+            return self.first
+        if name in self.models:
+            return self.models[name]
+        served = list(map(repr, self.models))
+        use = f"{served[0]}, the model that is served" if len(served) == 1 else f"one of {', '.join(served)}"
+        raise Failure(
+            f"there is no model {name!r} here: use {use}", 404, "invalid_request_error", "model_not_found", "model"
+        )
+
+    def hello_of(self, model: ServedModel) -> Hello:
+        """Return the limits of a model's engines; raise a Failure while draining or if no engine is running."""
         if self.is_draining:
-            self.metrics.refused("draining")
+            model.metrics.refused("draining")
             raise unavailable("the server is shutting down: try another, or again in a moment", 5.0)
-        if (trouble := self.client.trouble) is not None:
-            self.metrics.refused("engine_down")
-            raise unavailable(trouble, 2.0)
-        assert self.client.hello is not None
-        return self.client.hello
+        trouble, hello = model.fleet.trouble, model.fleet.hello
+        if trouble is not None or hello is None:
+            model.metrics.refused("engine_down")
+            raise unavailable(trouble or "the engine is not running", 2.0)
+        return hello
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +103,7 @@ class Call:
     http: HttpRequest
     tenant: Tenant | None
     id: str
+    model: ServedModel = field(init=False)
     body_bytes: int = 0
     ignored: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)  # for traces
@@ -93,6 +111,14 @@ class Call:
     answering: Answering | None = None
     repeated: dict[str, Any] = field(default_factory=dict)  # fields of the body that the reply repeats
     _held: int = 0  # bytes of its body that are counted in held_bytes
+
+    def __post_init__(self) -> None:
+        self.model = self.service.first
+
+    def choose(self, name: object) -> Hello:
+        """Choose the model that the request names and return the limits of its engines."""
+        self.model = self.service.find(name)
+        return self.service.hello_of(self.model)
 
     @property
     def backlog(self) -> Backlog:
@@ -154,7 +180,7 @@ class Call:
 
     async def written(self, job: Job, size: int) -> Response:
         """Return the reply that a job writes."""
-        pieces = await self.service.reader.do(job, size, self.attended)
+        pieces = await self.model.reader.do(job, size, self.attended)
         assert isinstance(pieces, list)
         return PiecesResponse(pieces)
 
@@ -166,12 +192,12 @@ class Call:
 
     async def generate(self, front: Front) -> Response:
         """Serve a request of an API that generates, streamed or not."""
-        service = self.service
-        options, asked = await self._read(front)  # the body is freed before the request waits
-        timeout = options.timeout if options.timeout is not None else service.timeout
-        terms = self._terms(options, "chat" if front.is_chat else "completions")
-        tokenizer, backlog = service.reader.tokenizer, self.backlog
-        answering = Answering(service.client, service.metrics, tokenizer, terms, timeout, options.stream, backlog)
+        options, asked, session = await self._read(front)  # the body is freed before the request waits
+        timeout = options.timeout if options.timeout is not None else self.service.timeout
+        terms = self._terms(options, "chat" if front.is_chat else "completions", session)
+        model, backlog = self.model, self.backlog
+        tokenizer = model.reader.tokenizer
+        answering = Answering(model.fleet, model.metrics, tokenizer, terms, timeout, options.stream, backlog)
         self.answering = answering
         answering.start(asked, self._admit)
         self._hold(-self._held)  # from here on, admission counts its bytes
@@ -179,20 +205,21 @@ class Call:
         if answering.failure is not None:  # the engine has just ended: even a stream can still get an error status
             raise answering.failure
         if options.stream:
-            return EventStream(answering, self._chunks(answering, options, front), options, self, front)
+            chunks = self._chunks(answering, options, front)
+            return EventStream(answering, chunks, options, front, self.id, self.repeated)
         return await self._whole(answering, options, front)
 
-    async def _read(self, front: Front) -> tuple[Options, list[Asked]]:
-        """Read the body: options, and prompts ready for the engine."""
+    async def _read(self, front: Front) -> tuple[Options, list[Asked], str]:
+        """Read the body: options, prompts ready for the engine, and the session."""
         service, chat = self.service, front.is_chat
         raw, self.repeated = await self.read_body(front.read)
-        hello = service.hello
+        hello = self.choose(raw.get("model"))
         body, self.ignored = set_aside_unknown(raw, chat=chat)
-        check_model(body.get("model"), service.model)
         options = read_options(body)
         self.id = options.request_id or self.id
         self._check_priority(options)
-        asked = await (service.reader.chat if chat else service.reader.completion)(body, hello, self.attended)
+        reader = self.model.reader
+        asked = await (reader.chat if chat else reader.completion)(body, hello, self.attended)
         if options.stream:
             check_stream(asked[0].params)
         else:
@@ -200,19 +227,19 @@ class Call:
         scores = count_scores(asked, options, hello.max_length, chat=chat)
         service.scores.hold(scores)
         self.scores = scores
-        return options, asked
+        return options, asked, session_of(raw, self.http.headers.get("x-session-id"))
 
-    def _terms(self, options: Options, endpoint: str) -> Terms:
+    def _terms(self, options: Options, endpoint: str, session: str) -> Terms:
         tenant = self.tenant or Tenant("")
         ttft = tenant.ttft if options.ttft is None else options.ttft
         salt = salt_of(tenant.name, options.cache_salt)
-        return Terms(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft, salt)
+        return Terms(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft, salt, session)
 
     def _admit(self, asked: list[Asked]) -> list[Ticket]:
-        service, prompts = self.service, [len(each.prompt) for each in asked]
+        model, prompts = self.model, [len(each.prompt) for each in asked]
         outputs = sum(each.params.width * (each.params.max_tokens or 0) for each in asked)
         try:
-            ticket = service.admission.admit(
+            ticket = model.admission.admit(
                 self.tenant,
                 sum(prompts),
                 outputs,
@@ -223,7 +250,7 @@ class Call:
             return ticket.split(prompts)
         except Refused as error:
             refusal = error.refusal
-            service.metrics.refused(refusal.reason)
+            model.metrics.refused(refusal.reason)
             kind = "rate_limit_error" if refusal.status == 429 else "invalid_request_error"
             raise Failure(
                 refusal.message, refusal.status, kind, refusal.reason, retry_after=refusal.retry_after
@@ -231,7 +258,7 @@ class Call:
 
     def _shows_ids(self, options: Options) -> bool:
         """Whether the reply has token ids: on request, and always if there is no tokenizer."""
-        return options.return_token_ids or self.service.reader.tokenizer is None
+        return options.return_token_ids or self.model.reader.tokenizer is None
 
     def _check_priority(self, options: Options) -> None:
         most = None if self.tenant is None else self.tenant.max_priority
@@ -252,7 +279,7 @@ class Call:
             answering.abort()
         reply = Reply(
             front.prefix + self.id,
-            self.service.model,
+            self.model.name,
             front.is_chat,
             answering.generations[0].asked.params.logprobs,
             [generation.part() for generation in answering.generations],
@@ -268,73 +295,12 @@ class Call:
 
     def _chunks(self, answering: Answering, options: Options, front: Front) -> Chunks:
         prompts = [output for output in answering.outputs for _ in output.outputs]
-        common = (front.prefix + self.id, self.service.model, self.service.reader.tokenizer, prompts)
+        common = (front.prefix + self.id, self.model.name, self.model.reader.tokenizer, prompts)
         shown = {"usage": options.include_usage, "token_ids": self._shows_ids(options)}
         if front.is_chat:
             asked = answering.generations[0].asked
             return ChatChunks(*common, top=asked.params.logprobs or 0, form=asked.form, **shown)
         return TextChunks(*common, echo=options.echo, no_output=options.no_output, **shown)
-
-
-class EventStream(Response):
-    """A streamed reply: it ends with the last answer, or when the client disconnects."""
-
-    def __init__(self, answering: Answering, chunks: Chunks, options: Options, call: Call, front: Front) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
-        self._answering, self._chunks, self._options, self._id = answering, chunks, options, call.id
-        self._writer = front.events(chunks.common, call.repeated, self._used)
-
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Any) -> None:
-        """Send the stream."""
-        disconnect = asyncio.create_task(until_disconnected(receive))
-        writing = asyncio.create_task(self._write(send))
-        try:
-            await asyncio.wait({disconnect, writing}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                await writing
-        finally:
-            for task in (disconnect, writing):
-                task.cancel()
-            self._answering.close()
-
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for event in self._events():
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        except Failure as failure:
-            log.warning("a request failed after its stream began: %s", failure, extra={"request_id": self._id})
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": self._writer.fail(failure.error, failure.status),
-                    "more_body": True,
-                }
-            )
-        await until_read(send)
-        self._answering.release()
-        await send({"type": "http.response.body", "body": self._writer.last, "more_body": False})
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        async for pieces in self._answering.pieces():
-            found = [chunk for piece in pieces for chunk in self._chunks.of(piece)]
-            if self._options.continuous_usage:
-                used = self._used()
-                found = [{**chunk, "usage": used} for chunk in found]
-            if found:
-                yield self._writer.write(found)
-        if self._options.include_usage:
-            yield self._writer.write([self._chunks.usage(self._used())])
-
-    def _used(self) -> dict[str, Any]:
-        """Return the usage so far: tokens of all prompts and answers."""
-        used = usage(self._answering.outputs)
-        if self._options.no_output:
-            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
-        return used
 
 
 def salt_of(tenant: str, cache_salt: str | None) -> str:
@@ -346,46 +312,7 @@ def salt_of(tenant: str, cache_salt: str | None) -> str:
     return f"{tenant}/{cache_salt or ''}" if tenant or cache_salt else ""
 
 
-async def until_disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
-    """Wait until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def until_read(send: Send) -> None:
-    """Wait until the client has read all but the socket's buffer: sending an empty part waits for that."""
-    await send({"type": "http.response.body", "body": b"", "more_body": True})
-
-
-async def send_reply(call: Call, response: Response, send: Send) -> None:
-    """Send a reply in pieces; the call is closed when all but the last have been read."""
-    pieces, backlog = pieces_of(response), call.backlog
-    backlog.size += sum(map(len, pieces))
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    while len(pieces) > 1:
-        await send({"type": "http.response.body", "body": pieces[0], "more_body": True})
-        backlog.size -= len(pieces.popleft())
-        await until_read(send)
-    last = pieces.popleft() if pieces else b""
-    backlog.size -= len(last)
-    call.close()
-    await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def check_model(asked: object, served: str) -> None:
-    """Reject a request for another model; a missing name means the served model."""
-    if asked is not None and not isinstance(asked, str):
-        raise invalid(f"model is {asked!r}: use a string", param="model")
-    if asked not in (None, "", served):
-        raise Failure(
-            f"there is no model {asked!r} here: use {served!r}, the model that is served",
-            404,
-            "invalid_request_error",
-            "model_not_found",
-            "model",
-        )
-
-
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response, encoded by msgspec."""
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+def session_of(body: dict[str, Any], header: str | None) -> str:
+    """Return the session of a request, for routing: the header X-Session-Id, prompt_cache_key or user."""
+    given = (header, body.get("prompt_cache_key"), body.get("user"))
+    return next((text[:256] for text in given if isinstance(text, str) and text), "")

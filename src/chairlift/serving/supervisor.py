@@ -14,7 +14,7 @@ import time
 import msgspec
 
 from chairlift.serving.beat import Beat
-from chairlift.serving.engine_process import Job
+from chairlift.serving.engine_start import Job
 
 log = logging.getLogger("chairlift")
 

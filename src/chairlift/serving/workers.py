@@ -25,7 +25,7 @@ class Inherited(msgspec.Struct, frozen=True):
     """Descriptors that a further HTTP process inherits from the first."""
 
     listener: int
-    beat: int
+    beats: list[int]  # one per engine
     keys: int  # the Keyring in JSON, or null: the same in all processes, even if the key file changes
     accounts: int
 
@@ -33,7 +33,9 @@ class Inherited(msgspec.Struct, frozen=True):
 class Helpers:
     """The further HTTP processes, owned by the first."""
 
-    def __init__(self, plan: Plan, listener: int, beat: Beat, keyring: Keyring | None, accounts: Accounts) -> None:
+    def __init__(
+        self, plan: Plan, listener: int, beats: list[Beat], keyring: Keyring | None, accounts: Accounts
+    ) -> None:
         self._plan = plan
         self._accounts = accounts
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -42,14 +44,17 @@ class Helpers:
             return
         assert accounts.descriptor is not None
         keys = nameless_file(msgspec.json.encode(keyring))
-        self._inherited = Inherited(listener, beat.descriptor, keys, accounts.descriptor)
+        descriptors = [beat.descriptor for beat in beats]
+        self._inherited = Inherited(listener, descriptors, keys, accounts.descriptor)
         self._processes = {worker: self._start(worker) for worker in range(1, plan.workers)}
         self._task = asyncio.create_task(self._watch())
 
     def _start(self, worker: int) -> subprocess.Popen[bytes]:
         argument = msgspec.json.encode([self._plan, worker, self._inherited]).decode()
         command = [sys.executable, "-m", "chairlift.serving.http_process", argument]
-        return subprocess.Popen(command, pass_fds=msgspec.structs.astuple(self._inherited), start_new_session=True)
+        given = self._inherited
+        descriptors = (given.listener, *given.beats, given.keys, given.accounts)
+        return subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
 
     async def _watch(self) -> None:
         while True:

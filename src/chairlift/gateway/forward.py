@@ -1,0 +1,259 @@
+"""Forward: one request on its way to a server and its reply on the way back.
+
+Until the reply's first byte the request can be sent to another server; nothing of it has reached the client. A
+server's queue may be full, its engine may be down, or the server itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from chairlift.apis.front import Front, named_events, sse
+from chairlift.gateway.asks import Read
+from chairlift.gateway.backend import Backend
+from chairlift.gateway.exchange import Exchange, Lost
+from chairlift.gateway.pool import Pool
+from chairlift.routing.router import Route
+from chairlift.serving.admission import Ticket
+from chairlift.serving.failures import Failure, unavailable
+from chairlift.serving.replying import until_disconnected
+
+log = logging.getLogger("chairlift")
+
+# Servers that may be lost under one request: a request that ends servers must not end them all.
+_LOSSES = 3
+_BUSY = (429, 502, 503, 504)  # another server may take the request
+_ERROR = 64 << 10  # bytes of an error's body
+_EVENT = 1 << 20  # bytes of an event that are held back until it is complete
+_BYTES_A_TOKEN = 4  # of a reply that is not streamed
+# Headers of one connection, not of the request; and those that are written again.
+_OWN = {
+    *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"),
+    *(b"proxy-connection", b"proxy-authorization", b"proxy-authenticate", b"host", b"date", b"server"),
+}
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply whose body has begun, or an error with its whole body."""
+
+    backend: Backend
+    route: Route
+    exchange: Exchange
+    first: bytes
+    is_whole: bool = False  # whether `first` is the whole body
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self.exchange.status
+
+    def header(self, name: bytes) -> bytes:
+        """Return a header's value, or b""."""
+        return next((value for each, value in self.exchange.headers if each.lower() == name), b"")
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers for the client."""
+        found = [pair for pair in self.exchange.headers if pair[0].lower() not in _OWN]
+        if not self.is_whole:
+            return found
+        length = (b"content-length", b"%d" % len(self.first))
+        return [*(pair for pair in found if pair[0].lower() != b"content-length"), length]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of events."""
+        return self.header(b"content-type").startswith(b"text/event-stream")
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds after which the server asks to retry."""
+        value = self.header(b"retry-after")
+        return float(value) if value.isdigit() else 1.0
+
+
+class Body:
+    """A request's body, counted while it is in memory: until its reply begins."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self.raw = b""
+        self._count = count
+        self._held = 0
+
+    def hold(self, size: int) -> None:
+        """Count bytes that have arrived."""
+        self._held += size
+        self._count(size)
+
+    def free(self) -> None:
+        """Free the bytes; a second call does nothing."""
+        self.raw = b""
+        self.hold(-self._held)
+
+
+class Forward:
+    """Sends one request on, and its reply back."""
+
+    def __init__(self, pool: Pool, http: HttpRequest, front: Front, read: Read, ticket: Ticket, body: Body) -> None:
+        self._pool, self._http, self._front, self._read, self._ticket = pool, http, front, read, ticket
+        self._body = body
+        self._answer: Answer | None = None
+        path = http.scope.get("raw_path") or http.url.path.encode()
+        query = http.scope["query_string"]
+        self._target = (path.partition(b"?")[0] + (b"?" + query if query else b"")).decode("latin-1")
+        self._headers = [
+            pair for pair in http.headers.raw if pair[0].lower() not in _OWN and pair[0].lower() != b"content-length"
+        ]
+
+    async def run(self, send: Any) -> int:
+        """Send the request and pass the reply on; return its status."""
+        disconnect = asyncio.create_task(until_disconnected(self._http.receive))
+        working = asyncio.create_task(self._work(send))
+        try:
+            await asyncio.wait({disconnect, working}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientDisconnect
+            return await working
+        finally:
+            for task in (disconnect, working):
+                task.cancel()
+            if not working.done():
+                await asyncio.wait({working})
+            if (answer := self._answer) is not None:  # else it has ended
+                answer.route.end("aborted")
+                answer.backend.release(answer.exchange)
+
+    async def _work(self, send: Any) -> int:
+        answer = await self._find()
+        self._body.free()
+        self._ticket.started(time.monotonic())
+        answer.route.started()
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers()})
+        try:
+            await self._pass_on(answer, send)
+            answer.route.end("finished" if answer.status < 400 else "rejected")
+        except Lost as error:
+            answer.route.end("failed")
+            log.warning("%s was lost in the middle of a reply: %s", answer.backend.name, error)
+            await self._break_off(answer, send)
+        answer.backend.release(answer.exchange)
+        self._answer = None
+        return answer.status
+
+    # ---- until the first byte
+
+    async def _find(self) -> Answer:
+        """Send the request to one server after the other until one replies; raise a Failure if none does."""
+        pool, model = self._pool, self._read.model
+        tried: list[str] = []
+        busy: list[Answer] = []
+        lost: list[str] = []
+        while len(lost) < _LOSSES:
+            route = pool.router.route(self._read.ask, {*tried, *pool.lacking(model)})
+            if route is None:
+                break
+            if tried:
+                pool.moved[tried[-1]] += 1
+            tried.append(route.name)
+            backend = pool.backends[route.name]
+            try:
+                answer = await self._attempt(backend, route)
+            except Lost as error:
+                route.end("failed")
+                lost.append(f"{backend.name}: {error}")
+                pool.suspect(backend)
+                continue
+            if not self._is_refusal(answer):
+                self._answer = answer
+                return answer
+            route.end("rejected")
+            backend.release(answer.exchange)
+            busy.append(answer)
+        return self._refuse(busy, lost)
+
+    async def _attempt(self, backend: Backend, route: Route) -> Answer:
+        exchange = None
+        try:
+            exchange = await backend.send(self._http.method, self._target, self._headers, self._body.raw)
+            first = await (exchange.read_all(_ERROR) if exchange.status >= 400 else exchange.read())
+        except BaseException as error:
+            if exchange is not None:
+                backend.release(exchange)
+            if not isinstance(error, Lost):
+                route.end("aborted")
+            raise
+        return Answer(backend, route, exchange, first)
+
+    def _is_refusal(self, answer: Answer) -> bool:
+        """Whether another server may answer better."""
+        if answer.status == 404 and (b'"model_not_found"' in answer.first or self._http.method == "GET"):
+            if self._read.model:
+                self._pool.lacks(self._read.model, answer.backend.name)
+            return True
+        # A stream whose first event is an error: its engine ended before the first token.
+        is_error = answer.is_stream and answer.first.startswith((b'data: {"error"', b"event: error"))
+        return answer.status in _BUSY or (is_error and b"service_unavailable" in answer.first)
+
+    def _refuse(self, busy: list[Answer], lost: list[str]) -> Answer:
+        """Return the reply that says most: the soonest retry of full servers, or the last refusal."""
+        full = [answer for answer in busy if answer.status == 429]
+        if full:
+            chosen = min(full, key=lambda answer: answer.retry_after)
+        elif busy:
+            chosen = busy[-1]
+        else:
+            reason = self._pool.trouble or "; ".join(lost) or "no server takes requests"
+            raise unavailable(f"no server can answer: {reason}", 1.0)
+        chosen.is_whole = True
+        return chosen
+
+    # ---- from the first byte on
+
+    async def _pass_on(self, answer: Answer, send: Any) -> None:
+        """Pass the body on as the client reads it; of a stream, only whole events."""
+        part, rest = answer.first, b""
+        while part:
+            if answer.is_stream:
+                part, rest = whole_events(rest + part)
+            if part:
+                self._ticket.count(part.count(b"\n\n") if answer.is_stream else len(part) // _BYTES_A_TOKEN)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            part = b"" if answer.is_whole else await answer.exchange.read()
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    async def _break_off(self, answer: Answer, send: Any) -> None:
+        """End a reply that cannot be completed: a stream with an error event, any other by closing the connection."""
+        if not answer.is_stream:
+            connection = self._http.scope.get("state", {}).get("connection")
+            if connection is not None:
+                connection.wire.abort()
+            return
+        failure = unavailable("the server ended in the middle of the answer")
+        await send({"type": "http.response.body", "body": error_events(self._front, failure), "more_body": False})
+
+
+def whole_events(data: bytes) -> tuple[bytes, bytes]:
+    """Split into whole events and the beginning of the next; a very long event is not held back.
+
+    >>> whole_events(b"data: 1\\n\\ndata: 2")
+    (b'data: 1\\n\\n', b'data: 2')
+    """
+    end = data.rfind(b"\n\n") + 2
+    return (data[:end], data[end:]) if end >= 2 and len(data) - end < _EVENT else (data, b"")
+
+
+def error_events(front: Front, failure: Failure) -> bytes:
+    """Return the last events of a stream that failed, in the shape of its API."""
+    if front.name == "messages":
+        return named_events([{"type": "error", **front.error(failure.error, failure.status, "")}])
+    if front.name == "responses":
+        return named_events([{"type": "error", **failure.error, "sequence_number": 0}])
+    return sse({"error": failure.error}) + b"data: [DONE]\n\n"
