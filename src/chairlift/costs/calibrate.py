@@ -26,12 +26,17 @@ def calibrate(decoder: Decoder, cache: KvCache, tokens: int = _MANY) -> Cost:
     )
 
 
-def _seconds(decoder: Decoder, tokens: int, cache: KvCache) -> float:
+def time_checks(decoder: Decoder, cache: KvCache, tokens: int) -> float:
+    """Time a step that samples each of its tokens, as a check of drafts does."""
+    return _seconds(decoder, tokens, cache, samples=tokens, repeat=3)
+
+
+def _seconds(decoder: Decoder, tokens: int, cache: KvCache, samples: int = 1, repeat: int = 2) -> float:
     took = []
-    for _ in range(2):
+    for _ in range(repeat):
         _synchronize(decoder.device)
         start = time.monotonic()
-        dry_run(decoder, tokens=tokens, samples=1, block_size=cache.block_size, kv_dtype=cache.dtype)
+        dry_run(decoder, tokens, samples, block_size=cache.block_size, kv_dtype=cache.dtype, draws=samples == 1)
         _synchronize(decoder.device)
         took.append(time.monotonic() - start)
     return min(took)

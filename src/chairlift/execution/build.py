@@ -13,18 +13,22 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from chairlift.core.assemble import assemble_scheduler, reads_cost
+from chairlift.core.assemble import assemble_scheduler, reads_cost, speculation_of
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.errors import ModelError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.prefix_cache import PrefixCache
-from chairlift.core.settings import Settings
-from chairlift.costs.calibrate import calibrate
+from chairlift.core.scheduler import Scheduler
+from chairlift.core.settings import SchedulingSettings, Settings
+from chairlift.core.speculation import MOST_IN_STEP
+from chairlift.core.step_times import StepTimes
+from chairlift.costs.calibrate import calibrate, time_checks
 from chairlift.costs.dry_run import compile_kernels, dry_run, warm_up_sampling
 from chairlift.engine.engine import Engine
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.executor import TorchExecutor
+from chairlift.execution.graphs import LADDER
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.json_file import read_json
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
@@ -34,11 +38,13 @@ from chairlift.models.families import outline, read_config
 from chairlift.models.loader import RandomTensors, load_decoder
 from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import resolve
+from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
 
 console = Console(stderr=True)
 _TRIED = 16  # most tokens of the step that is timed
+_CHECKED = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens of the steps that are timed on a CPU before drafts are checked
 _PINNED = 4 << 30  # bytes of host memory that can be pinned for a GPU in about a second
 
 
@@ -130,6 +136,8 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     if device.type == "cuda" and HAS_TRITON:
         with console.status("capturing CUDA graphs") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
+    if scheduling.speculation != "off":
+        speculate(scheduler, scheduling, executor, decoder, cache)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     return Built(engine, config, limits, capacity, loaded.checkpoint, device, slowest)
 
@@ -162,7 +170,23 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     sequences = wanted.max_sequences or min(256 if is_gpu else 64, step_tokens)
     if wanted.prefill == "whole" and wanted.step_tokens is None:
         step_tokens = max(step_tokens, length + sequences)
-    return Limits(sequences, step_tokens, length, config.vocab_size)
+    drafts = min(sequences * wanted.max_drafts, MOST_IN_STEP, step_tokens) if wanted.speculation != "off" else 0
+    return Limits(sequences, step_tokens, length, config.vocab_size, drafts)
+
+
+def speculate(
+    scheduler: Scheduler, settings: SchedulingSettings, executor: TorchExecutor, decoder: Decoder, cache: KvCache
+) -> None:
+    """Let a scheduler's steps check drafts; what a step costs by its tokens is measured now."""
+    limits = scheduler.limits
+    sizes = [size for size in LADDER if size < limits.max_samples]
+    if decoder.device.type == "cpu":
+        sizes = [size for size in _CHECKED if size <= limits.max_samples]
+    measured = [(size, executor.seconds_of_decodes(size) or time_checks(decoder, cache, size)) for size in sizes]
+    times = StepTimes(measured, is_padded=decoder.device.type == "cuda")
+    scheduler.planner.speculation = speculation_of(settings, limits, times)
+    if settings.acceptance is not None:
+        executor.accept_by_chance(settings.acceptance)
 
 
 def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, shelves: bool) -> tuple[int, int]:

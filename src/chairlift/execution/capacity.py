@@ -100,7 +100,7 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: tor
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_sequences, block_size, kv_dtype)
+        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_samples, block_size, kv_dtype)
         torch.cuda.synchronize(decoder.device)
         peak = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()
@@ -115,7 +115,7 @@ def activation_bytes(decoder: Decoder, limits: Limits) -> int:
     config = decoder.config
     inner = max(block.mlp.down.shape[1] + 2 * block.attention.qkv.shape[0] for block in decoder.blocks)
     width = config.hidden_size * 3 + inner
-    return 4 * (limits.step_tokens * width + limits.max_sequences * config.vocab_size * 3)
+    return 4 * (limits.step_tokens * width + limits.max_samples * config.vocab_size * 3)
 
 
 def available_memory() -> int:

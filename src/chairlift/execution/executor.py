@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
@@ -13,6 +14,7 @@ import torch
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
+from chairlift.execution.checks import Checks, checks_of, samples_of
 from chairlift.execution.crowding import Crowding
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.mixed_graphs import MixedGraphs
@@ -38,14 +40,15 @@ class Ticket:
     done: torch.Event | None
     scores: list[tuple[list[int], Scores | BeamCandidates]]  # with the numbers of the scored samples
     prompt_scores: list[PromptScores]
+    checks: Checks | None = None  # if the step checks drafts
     masked: Masked | None = None  # completed by `choose`
 
 
 class Masked(NamedTuple):
-    """The constrained samples of a step, before `choose` has chosen their tokens."""
+    """The constrained tokens to sample of a step, before `choose` has chosen them."""
 
-    places: np.ndarray  # numbers of these samples
-    own_logits: torch.Tensor  # of these samples, before penalties and temperature
+    places: np.ndarray  # numbers of these tokens
+    own_logits: torch.Tensor  # to choose them from, before penalties and temperature
     tokens: torch.Tensor  # of all samples of the step
     rows: np.ndarray
     positions: np.ndarray
@@ -103,20 +106,40 @@ class TorchExecutor:
         self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
         # Buffers for sampled tokens, used in rotation: one is read long before it is written again.
         places = [
-            torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda)
-            for _ in range(STAGING_BUFFERS)
+            torch.empty(limits.max_samples, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(STAGING_BUFFERS)
         ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
+        self._coin: np.random.Generator | None = None
+        self._chance = 0.0
+
+    def accept_by_chance(self, chance: float) -> None:
+        """Accept drafts with this probability, whatever the model says: to measure speed with random weights."""
+        self._coin, self._chance = np.random.default_rng(0), chance
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> None:
         """Capture steps as CUDA graphs and replay them; `scratch_block` is a block outside the pool."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
-        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences)
+        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences, limits.step_drafts)
         self._graphs, self._mixed = DecodeGraphs(capturer), MixedGraphs(capturer, limits.step_tokens)
         self._mixed.capture()
         self._graphs.capture()
+
+    @torch.inference_mode()
+    def seconds_of_decodes(self, size: int) -> float | None:
+        """Time a captured step of so many decodes, on scratch rows; None if steps are not captured."""
+        if self._graphs is None:
+            return None
+        rows, positions = np.full(size, self._limits.max_sequences), np.zeros(size, np.int64)
+        took = []
+        for _ in range(4):  # the first captures what is missing
+            torch.cuda.synchronize(self._device)
+            start = time.monotonic()
+            self._graphs.run(rows, positions, None, is_greedy=True)
+            torch.cuda.synchronize(self._device)
+            took.append(time.monotonic() - start)
+        return min(took)
 
     def launch(self, step: Step) -> Ticket:
         """Start one forward pass."""
@@ -127,7 +150,6 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _start(self, step: Step) -> Ticket:
-        assert not step.drafts, "this executor does not check drafts"
         if self._crowding is not None and self._crowding.look():
             self._crowding.apply()
         if step.saved or step.restored or step.spilled or step.loaded:
@@ -140,31 +162,38 @@ class TorchExecutor:
             self._sampler.place(newcomer)
             self._scoring.place(newcomer)
         prompt_scores: list[PromptScores] = []
+        checks: Checks | None = None
+        places = np.array(step.masked, np.int64)
         self._decodes = self._find_decodes(step)
         if self._decodes is not None and self._graphs is not None:
             _, rows, starts, is_greedy, scored = self._decodes
             positions = starts + 1
             logits, tokens = self._graphs.run(rows, starts, self._rows.find_shared(rows, positions), is_greedy)
         else:
-            flat, rows = Flat.of(step), np.array(step.sample_rows, np.int64)
-            sampled_at = np.array(step.sampled_at, np.int64)
-            positions = flat.positions[sampled_at] + 1  # of the sampled tokens
-            logits, tokens, prompt_scores = self._read(flat, sampled_at, rows, positions)
+            # Scores of prompts are found by the number of their slice.
+            is_split = self._is_cuda and bool(step.drafts) and not self._scoring.reads_prompts(np.array(step.rows))
+            flat, samples = Flat.of(step, checks_as_decodes=is_split), samples_of(step)
+            if step.drafts:
+                samples, checks = checks_of(step)
+                places = np.flatnonzero(np.isin(samples.number, places))
+            rows, positions = samples.rows, flat.positions[samples.at] + 1  # of the sampled tokens
+            if checks is not None:
+                self._rows.put(checks.rows, positions[checks.places], torch.from_numpy(checks.wanted[checks.places]))
+            logits, tokens, prompt_scores = self._read(flat, samples.at, rows, positions)
             if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
         # Copies of the raw logits: the sampler changes logits by penalties and temperature.
         raw = logits[self._to_device(scored)] if scored.size else None
-        places = np.array(step.masked, np.int64)
-        own = logits[self._to_device(places)] if step.masked else None
+        own = logits[self._to_device(places)] if places.size else None
         if tokens is None:
             tokens = self._sampler.sample(logits, rows, positions)
             self._rows.put(rows, positions, tokens)
         if own is not None:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
-            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, masked)
+            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, checks, masked)
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores)
+        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores, checks)
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
@@ -225,8 +254,12 @@ class TorchExecutor:
 
         If all rows are greedy and the step is captured, also their tokens, written to these rows and positions.
         """
-        self._rows.flush_changes()
         is_scored = self._scoring.reads_prompts(flat.rows)
+        if self._graphs is not None and not is_scored and is_all(flat, wanted):
+            shared = self._rows.find_shared(flat.rows, flat.contexts)
+            logits, tokens = self._graphs.run(flat.rows, flat.positions, shared, self._sampler.is_greedy(rows))
+            return logits, tokens, []
+        self._rows.flush_changes()
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
         if self._mixed is not None and size is not None:
             shared = self._rows.find_shared(flat.rows[: flat.decodes], flat.contexts[: flat.decodes])
@@ -257,8 +290,16 @@ class TorchExecutor:
             for place, entry in zip(places, entries, strict=True):
                 logprobs[place] = entry
         prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
-        failed = [place for place, token in enumerate(tokens) if token == NO_TOKEN] if NO_TOKEN in tokens else []
-        return StepResult(tokens, logprobs, prompts or None, failed)
+        counts = None
+        if ticket.checks is not None:
+            kept, counts = ticket.checks.accepted(tokens, self._coin, self._chance)
+            tokens = [tokens[place] for place in kept]
+            logprobs = logprobs and [logprobs[place] for place in kept]
+        failed: list[int] = []
+        if NO_TOKEN in tokens:
+            numbers = range(len(tokens)) if counts is None else np.repeat(np.arange(len(counts)), counts).tolist()
+            failed = [number for number, token in zip(numbers, tokens, strict=True) if token == NO_TOKEN]
+        return StepResult(tokens, logprobs, prompts or None, failed, counts)
 
     def _score_prompts(self, flat: Flat, hidden: torch.Tensor) -> list[PromptScores]:
         """Return the log-probabilities of prompt tokens, each predicted by the token before it."""
@@ -292,3 +333,8 @@ class TorchExecutor:
         event = self._events.pop() if self._events else torch.Event(self._device)
         event.record()  # torch.cuda.Event would first look up the stream, in Python
         return event
+
+
+def is_all(flat: Flat, wanted: np.ndarray) -> bool:
+    """Whether a batch has slices of a single token alone, each with a sample: decodes, or checks laid out as such."""
+    return flat.is_decodes and np.array_equal(wanted, np.arange(flat.rows.size))

@@ -105,12 +105,12 @@ class Captured(NamedTuple):
 class Capturer:
     """Captures the steps of one engine, all in one memory pool."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int, drafts: int = 0) -> None:
         self.decoder, self.cache, self.rows = decoder, cache, rows
-        self.max_sequences = max_sequences
+        self.max_samples = max_sequences + drafts  # tokens that a step samples
         self.scratch = max_sequences  # row of the padding
         config = decoder.config
-        self._logits = torch.empty(max_sequences, config.vocab_size, dtype=config.dtype, device=decoder.device)
+        self._logits = torch.empty(self.max_samples, config.vocab_size, dtype=config.dtype, device=decoder.device)
         self._pool: Any = None
 
     def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Captured:
@@ -137,7 +137,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, capturer: Capturer) -> None:
-        most = capturer.max_sequences
+        most = capturer.max_samples
         self._capturer = capturer
         self._sizes = [size for size in LADDER if size < most] + [most]
         self._changes = most * capturer.rows.groups  # of block tables that a step has room for
