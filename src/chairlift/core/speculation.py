@@ -16,9 +16,9 @@ from chairlift.core.request import Sequence
 from chairlift.core.step_times import StepTimes
 
 MOST_IN_STEP = 256  # drafts: each needs a row of logits over the whole vocabulary
-_PRIOR = 3.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
+_PRIOR = 2.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
 _HOPE, _HOPED = 0.6, 4.0  # the acceptance of a grade that was never tried, and the drafts that it counts as
-_FORGET = 0.8  # per check, of a sequence's own drafts; per 1 / (1 - _FORGET_GRADE) checks, of a grade's
+_FORGET = 0.9  # per check, of a sequence's own drafts; per 1 / (1 - _FORGET_GRADE) checks, of a grade's
 _FORGET_GRADE = 0.99
 _FORGET_SKIPPED = 0.998  # per proposal that was not checked: after some hundred, a sequence is tried again
 _CERTAIN = 0.98  # highest estimate

@@ -54,6 +54,8 @@ class Track:
     ) -> bool:
         """Read an event of a sequence; return whether its text has a stop string, so that the engine must stop it."""
         if not self._reads_each_token and (tokens or reason is not None):
+            if reason is None and sequence.is_done:
+                return False  # a step brought several tokens: the event of its last one, with the reason, follows
             # All tokens since the last event that was read here, not only this event's: each is read once.
             tokens = self._reader.unread(sequence.index, sequence.tokens, sequence.prompt_length)
         update = Update(sequence.index, tokens, reason, scores, prompt_scores, error, sequence.started, sequence.cached)
