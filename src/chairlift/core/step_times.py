@@ -6,8 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from math import exp, log
 
-_ALL, _OWN = 0.1, 0.1  # shares of a step's error that correct all times, and its own
-_SANE = 1.4  # log of the largest error that counts: a longer step was delayed by something else
+_ALL, _OWN = 0.15, 0.05  # shares of a step's error, in logarithms, that correct all times, and its own
+_FIRST = 12  # steps that tell only by which factor all times are wrong: measured alone, a step has no host's part
+_SANE = 1.4  # largest error that counts: a longer step was delayed by something else
 
 
 class StepTimes:
@@ -22,7 +23,9 @@ class StepTimes:
         self._sizes = [size for size, _ in ordered]
         self._seconds = [seconds for _, seconds in ordered]
         self._is_padded = is_padded
-        self._level()
+        self._learned = 0  # steps
+        for place in range(len(self._seconds) - 2, -1, -1):  # whatever disturbs a measurement makes it longer
+            self._seconds[place] = min(self._seconds[place], self._seconds[place + 1])
 
     def seconds(self, tokens: int) -> float:
         """Predict the seconds of a step with so many tokens.
@@ -44,15 +47,16 @@ class StepTimes:
         if seconds <= 0 or tokens > self._sizes[-1]:
             return
         error = max(-_SANE, min(_SANE, log(seconds / self.seconds(tokens))))
+        self._learned += 1
+        if self._learned <= _FIRST:
+            factor = exp(error / 2)
+            self._seconds = [each * factor for each in self._seconds]
+            return
         factor = exp(_ALL * error)
         self._seconds = [each * factor for each in self._seconds]
         place = bisect_left(self._sizes, tokens)
         self._seconds[place] *= exp(_OWN * error)
         if place and self._sizes[place] != tokens and not self._is_padded:
             self._seconds[place - 1] *= exp(_OWN * error)
-        self._level()
-
-    def _level(self) -> None:
-        """Let no step take less time than a smaller one: such a measurement is noise."""
-        for place in range(1, len(self._seconds)):
-            self._seconds[place] = max(self._seconds[place], self._seconds[place - 1])
+        for other in range(1, len(self._seconds)):  # no step takes less time than a smaller one
+            self._seconds[other] = max(self._seconds[other], self._seconds[other - 1])

@@ -179,11 +179,13 @@ def speculate(
 ) -> None:
     """Let a scheduler's steps check drafts; what a step costs by its tokens is measured now."""
     limits = scheduler.limits
-    sizes = [size for size in LADDER if size < limits.max_samples]
-    if decoder.device.type == "cpu":
-        sizes = [size for size in _CHECKED if size <= limits.max_samples]
-    measured = [(size, executor.seconds_of_decodes(size) or time_checks(decoder, cache, size)) for size in sizes]
-    times = StepTimes(measured, is_padded=decoder.device.type == "cuda")
+    is_captured = executor.captures
+    sizes = [size for size in (LADDER if is_captured else _CHECKED) if size <= limits.max_samples]
+    if is_captured:
+        measured = [(size, executor.seconds_of_decodes(size)) for size in sizes]
+    else:
+        measured = time_checks(decoder, cache, sizes)
+    times = StepTimes(measured, is_padded=is_captured)
     scheduler.planner.speculation = speculation_of(settings, limits, times)
     if settings.acceptance is not None:
         executor.accept_by_chance(settings.acceptance)

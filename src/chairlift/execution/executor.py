@@ -126,11 +126,15 @@ class TorchExecutor:
         self._mixed.capture()
         self._graphs.capture()
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured as CUDA graphs."""
+        return self._graphs is not None
+
     @torch.inference_mode()
-    def seconds_of_decodes(self, size: int) -> float | None:
-        """Time a captured step of so many decodes, on scratch rows; None if steps are not captured."""
-        if self._graphs is None:
-            return None
+    def seconds_of_decodes(self, size: int) -> float:
+        """Time a captured step of so many decodes, on scratch rows."""
+        assert self._graphs is not None, "steps are not captured"
         rows, positions = np.full(size, self._limits.max_sequences), np.zeros(size, np.int64)
         took = []
         for _ in range(4):  # the first captures what is missing
