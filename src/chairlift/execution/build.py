@@ -13,22 +13,20 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from chairlift.core.assemble import assemble_scheduler, reads_cost, speculation_of
+from chairlift.core.assemble import assemble_scheduler, reads_cost
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.errors import ModelError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.prefix_cache import PrefixCache
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.settings import SchedulingSettings, Settings
+from chairlift.core.settings import Settings
 from chairlift.core.speculation import MOST_IN_STEP
-from chairlift.core.step_times import StepTimes
-from chairlift.costs.calibrate import calibrate, time_checks
+from chairlift.costs.calibrate import calibrate
 from chairlift.costs.dry_run import compile_kernels, dry_run, warm_up_sampling
 from chairlift.engine.engine import Engine
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.executor import TorchExecutor
-from chairlift.execution.graphs import LADDER
+from chairlift.execution.speculate import add_draft_model, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.json_file import read_json
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
@@ -38,13 +36,11 @@ from chairlift.models.families import outline, read_config
 from chairlift.models.loader import RandomTensors, load_decoder
 from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import resolve
-from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
 
 console = Console(stderr=True)
 _TRIED = 16  # most tokens of the step that is timed
-_CHECKED = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens of the steps that are timed on a CPU before drafts are checked
 _PINNED = 4 << 30  # bytes of host memory that can be pinned for a GPU in about a second
 
 
@@ -64,6 +60,7 @@ class Loaded:
     checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
     device: torch.device
     decoder: Decoder
+    draft: Decoder | None = None  # the draft model of speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +84,29 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
 def load_model(model: str, settings: Settings, *, progress: bool = True) -> Loaded:
     """Find the model and load it."""
     device = choose_device(settings.model.device)
+    config, checkpoint = open_model(model, settings, device, progress)
+    name, draft = settings.scheduling.draft, None
+    if name is not None:
+        small, source = open_model(name, settings, device, progress)
+        check_draft(config, small, name)
+    length = choose_limits(config, settings, device).max_length
+    decoder = load(config, checkpoint, device, length, progress)
+    if name is not None:
+        draft = load(small, source, device, length, progress)
+    return Loaded(config, checkpoint, device, decoder, draft)
+
+
+def open_model(
+    model: str, settings: Settings, device: torch.device, progress: bool
+) -> tuple[ModelConfig, Checkpoint | None]:
+    """Find a model and read its config."""
     checkpoint: Checkpoint | None = None
     if settings.model.load_format == "dummy":
         config = read_config(config_alone(model), settings.model.dtype, device.type, file=model)
     else:
         checkpoint = open_checkpoint(resolve(model, progress=progress))
         config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
-    decoder = load(config, checkpoint, device, choose_limits(config, settings, device).max_length, progress)
-    return Loaded(config, checkpoint, device, decoder)
+    return config, checkpoint
 
 
 def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
@@ -107,7 +119,8 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     if device.type == "cuda":
         with console.status("compiling kernels, once on this machine") if progress else nullcontext():
             compile_kernels(decoder, limits.max_length, block_size, kv_dtype)
-    capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share)
+    beside = 0 if loaded.draft is None else loaded.draft.kv_bytes_per_block(block_size)
+    capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share, beside)
     spare = 1 if device.type == "cuda" else 0  # written by the padding rows of captured steps
     cache = decoder.make_cache(capacity.blocks + spare, capacity.block_size, kv_dtype)
     slowest = 0.0
@@ -133,11 +146,14 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
+    if loaded.draft is not None:
+        name = str(scheduling.draft)
+        add_draft_model(executor, decoder, loaded.draft, name, cache, limits.max_sequences)
     if device.type == "cuda" and HAS_TRITON:
         with console.status("capturing CUDA graphs") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
     if scheduling.speculation != "off":
-        speculate(scheduler, scheduling, executor, decoder, cache)
+        speculate(scheduler, scheduling, executor, decoder, cache, loaded.draft)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     return Built(engine, config, limits, capacity, loaded.checkpoint, device, slowest)
 
@@ -172,23 +188,6 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
         step_tokens = max(step_tokens, length + sequences)
     drafts = min(sequences * wanted.max_drafts, MOST_IN_STEP, step_tokens) if wanted.speculation != "off" else 0
     return Limits(sequences, step_tokens, length, config.vocab_size, drafts)
-
-
-def speculate(
-    scheduler: Scheduler, settings: SchedulingSettings, executor: TorchExecutor, decoder: Decoder, cache: KvCache
-) -> None:
-    """Let a scheduler's steps check drafts; what a step costs by its tokens is measured now."""
-    limits = scheduler.limits
-    is_captured = executor.captures
-    sizes = [size for size in (LADDER if is_captured else _CHECKED) if size <= limits.max_samples]
-    if is_captured:
-        measured = [(size, executor.seconds_of_decodes(size)) for size in sizes]
-    else:
-        measured = time_checks(decoder, cache, sizes)
-    times = StepTimes(measured, is_padded=is_captured)
-    scheduler.planner.speculation = speculation_of(settings, limits, times)
-    if settings.acceptance is not None:
-        executor.accept_by_chance(settings.acceptance)
 
 
 def choose_swap_blocks(settings: Settings, capacity: Capacity, device: torch.device, shelves: bool) -> tuple[int, int]:

@@ -66,10 +66,20 @@ def require_memory(config: ModelConfig, weights: int, max_length: int, device: t
 
 
 def plan_capacity(
-    decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
+    decoder: Decoder,
+    limits: Limits,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    kv_tokens: int | None,
+    memory_share: float,
+    beside: int = 0,
 ) -> Capacity:
-    """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit."""
-    windows, per_block = decoder.layout.windows, decoder.kv_bytes_per_block(block_size, kv_dtype)
+    """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit.
+
+    `beside` are the bytes that a draft model's cache needs for each block.
+    """
+    windows, own_bytes = decoder.layout.windows, decoder.kv_bytes_per_block(block_size, kv_dtype)
+    per_block = own_bytes + beside
     groups = CacheGroups(windows, block_size, limits.step_tokens)
     needed = groups.blocks_of(limits.max_length)
     # The blocks of a full batch of full-length sequences, and a few that admission keeps free.
@@ -91,7 +101,7 @@ def plan_capacity(
             f"{needed * per_block / _MIB:,.0f} MiB of KV cache, but there is room for {longest:,} "
             f"tokens: set max_length to {longest:,} or less, or give the cache more memory"
         )
-    return Capacity(blocks, per_block, decoder.kv_bytes_per_token(kv_dtype), groups, limits.max_length)
+    return Capacity(blocks, own_bytes, decoder.kv_bytes_per_token(kv_dtype), groups, limits.max_length)
 
 
 def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, memory_share: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
@@ -16,6 +15,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.checks import Checks, checks_of, samples_of
 from chairlift.execution.crowding import Crowding
+from chairlift.execution.draft_model import DraftModel
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
@@ -24,6 +24,7 @@ from chairlift.execution.scores import BeamCandidates, Scores, Scoring, score_to
 from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
+from chairlift.ops.batch import to_device
 from chairlift.ops.filters import NO_TOKEN
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.masks import forbid_, pack_masks
@@ -41,6 +42,7 @@ class Ticket:
     scores: list[tuple[list[int], Scores | BeamCandidates]]  # with the numbers of the scored samples
     prompt_scores: list[PromptScores]
     checks: Checks | None = None  # if the step checks drafts
+    drafted: np.ndarray | None = None  # the drafts, if a draft model chose them
     masked: Masked | None = None  # completed by `choose`
 
 
@@ -92,8 +94,8 @@ class TorchExecutor:
         self._device = decoder.device
         grouping = self._group() if shared_reads else None
         groups, size = len(decoder.layout.windows), cache.block_size
-        self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
-        self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
+        self.rows = self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
+        self.sampler = self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
         self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -109,8 +111,13 @@ class TorchExecutor:
             torch.empty(limits.max_samples, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(STAGING_BUFFERS)
         ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
+        self._draft: DraftModel | None = None
         self._coin: np.random.Generator | None = None
         self._chance = 0.0
+
+    def use_draft(self, draft: DraftModel) -> None:
+        """Draft the tokens that steps leave to the executor with this model."""
+        self._draft = draft
 
     def accept_by_chance(self, chance: float) -> None:
         """Accept drafts with this probability, whatever the model says: to measure speed with random weights."""
@@ -125,6 +132,8 @@ class TorchExecutor:
         self._graphs, self._mixed = DecodeGraphs(capturer), MixedGraphs(capturer, limits.step_tokens)
         self._mixed.capture()
         self._graphs.capture()
+        if self._draft is not None:
+            self._draft.use_graphs()
 
     @property
     def captures(self) -> bool:
@@ -135,15 +144,13 @@ class TorchExecutor:
     def seconds_of_decodes(self, size: int) -> float:
         """Time a captured step of so many decodes, on scratch rows."""
         assert self._graphs is not None, "steps are not captured"
-        rows, positions = np.full(size, self._limits.max_sequences), np.zeros(size, np.int64)
-        took = []
-        for _ in range(4):  # the first captures what is missing
-            torch.cuda.synchronize(self._device)
-            start = time.monotonic()
-            self._graphs.run(rows, positions, None, is_greedy=True)
-            torch.cuda.synchronize(self._device)
-            took.append(time.monotonic() - start)
-        return min(took)
+        return self._graphs.seconds(size)
+
+    @torch.inference_mode()
+    def seconds_of_draft(self, size: int) -> float:
+        """Time a captured pass of the draft model over so many rows."""
+        assert self._draft is not None and self._draft.graphs is not None, "steps are not captured"
+        return self._draft.graphs.seconds(size)
 
     def launch(self, step: Step) -> Ticket:
         """Start one forward pass."""
@@ -161,12 +168,17 @@ class TorchExecutor:
             self._host.move(step)
         elif step.copies:
             self._cache.copy(step.copies)
+        if self._draft is not None:
+            self._draft.copy(step)
         self._rows.update(step)
         for newcomer in step.newcomers:
             self._sampler.place(newcomer)
+            if self._draft is not None:
+                self._draft.place(newcomer)
             self._scoring.place(newcomer)
         prompt_scores: list[PromptScores] = []
         checks: Checks | None = None
+        drafted: np.ndarray | None = None
         places = np.array(step.masked, np.int64)
         self._decodes = self._find_decodes(step)
         if self._decodes is not None and self._graphs is not None:
@@ -182,7 +194,7 @@ class TorchExecutor:
                 places = np.flatnonzero(np.isin(samples.number, places))
             rows, positions = samples.rows, flat.positions[samples.at] + 1  # of the sampled tokens
             if checks is not None:
-                self._rows.put(checks.rows, positions[checks.places], torch.from_numpy(checks.wanted[checks.places]))
+                drafted = self._write_drafts(step, checks, positions[checks.places])
             logits, tokens, prompt_scores = self._read(flat, samples.at, rows, positions)
             if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
@@ -195,9 +207,20 @@ class TorchExecutor:
             self._rows.put(rows, positions, tokens)
         if own is not None:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
-            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, checks, masked)
+            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores, checks)
+        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores, checks, drafted)
+
+    def _write_drafts(self, step: Step, checks: Checks, positions: np.ndarray) -> np.ndarray | None:
+        """Write a step's drafts to their rows and positions; return those that the draft model chose."""
+        if self._draft is None:
+            self._rows.put(checks.rows, positions, torch.from_numpy(checks.wanted[checks.places]))
+            return None
+        counts = np.array([len(tokens) for _, tokens in step.drafts])
+        firsts = np.cumsum(counts) - counts
+        self._draft.draft(checks.rows[firsts], positions[firsts] - 1, counts)
+        where, at = to_device(self._device, checks.rows, positions)
+        return self._to_host(self._rows.tokens[where.long(), at.long()])
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
@@ -296,6 +319,8 @@ class TorchExecutor:
         prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
         counts = None
         if ticket.checks is not None:
+            if ticket.drafted is not None:
+                ticket.checks.wanted[ticket.checks.places] = ticket.drafted
             kept, counts = ticket.checks.accepted(tokens, self._coin, self._chance)
             tokens = [tokens[place] for place in kept]
             logprobs = logprobs and [logprobs[place] for place in kept]

@@ -7,6 +7,7 @@ between two sizes is padded with a scratch row, which no sequence has.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import cycle
@@ -176,6 +177,18 @@ class DecodeGraphs:
         if count == size:
             return logits, tokens
         return logits[:count], None if tokens is None else tokens[:count]
+
+    def seconds(self, size: int) -> float:
+        """Time a step of so many decodes, on scratch rows."""
+        rows, positions = np.full(size, self._capturer.scratch), np.zeros(size, np.int64)
+        took = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            start = time.monotonic()
+            self.run(rows, positions, None, True)
+            torch.cuda.synchronize()
+            took.append(time.monotonic() - start)
+        return min(took)
 
     def _capture(self, size: int, shares: bool, is_greedy: bool) -> None:
         self._inputs.clear()
