@@ -19,7 +19,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.ops.batch import count_decodes
 from chairlift.ops.kv_cache import KvCache
 
-_AT_ONCE = 2048  # tokens of prompts in one pass
+_AT_ONCE = 4096  # tokens of prompts in one pass
 
 
 class DraftModel:
@@ -65,11 +65,12 @@ class DraftModel:
 
     def _read_prompts(self, rows: np.ndarray, known: np.ndarray, starts: np.ndarray) -> None:
         """Compute what is missing of long rows, up to their last two tokens."""
-        for place in np.flatnonzero(starts - known > 1):
-            while (left := int(starts[place]) - 1 - int(known[place])) > 0:
-                count = min(left, _AT_ONCE)
-                self._forward(flat_of(rows[place : place + 1], known[place : place + 1], np.array([count])), None)
-                known[place] += count
+        while (left := np.maximum(starts - 1 - known, 0)).any():
+            before = np.cumsum(left) - left
+            counts = np.clip(_AT_ONCE - before, 0, left)
+            some = np.flatnonzero(counts)
+            self._forward(flat_of(rows[some], known[some], counts[some]), None)
+            known += counts
 
     def _first(self, rows: np.ndarray, known: np.ndarray, starts: np.ndarray) -> None:
         """Compute the one or two tokens that are missing of each row, and draft behind the last."""
