@@ -116,8 +116,8 @@ def test_a_draft_model_needs_layers_without_a_window(model: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"speculation": "draft"}, "needs a model"),
-        ({"draft": "x"}, "set speculation to draft"),
+        ({"speculation": "draft"}, "draft is not set: speculation draft needs a model"),
+        ({"draft": "x"}, "speculation is off and draft is x"),
         ({"speculation": "ngram", "max_drafts": 9}, "max_drafts is 9"),
         ({"acceptance": 0.5}, "acceptance needs drafts"),
         ({"speculation": "ngram", "acceptance": 1.5}, "acceptance is 1.5"),

@@ -18,9 +18,11 @@ if torch.cuda.is_available():
 from chairlift.core.settings import Settings
 from chairlift.core.step import Step
 from chairlift.execution.build import load_model
+from chairlift.execution.draft_model import DraftModel
 from chairlift.execution.graphs import Captured, Capturer, DecodeGraphs, Inputs
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
+from chairlift.execution.sampler import Sampler
 from chairlift.execution.sharing import Grouping
 from chairlift.models import blocks as blocks_module
 from chairlift.ops import attention_cuda, decode_cuda
@@ -267,3 +269,32 @@ def test_a_prompt_stays_whole_behind_the_checks_of_its_step(
     logits, _ = expect(graphs, Flat.of(step), np.array([0, 1, 2, 3, 23]))
     assert torch.allclose(logits.float(), expect(graphs, flat, np.array([0, 1, 2, 3, 23]))[0].float(), atol=0.02)
     check(graphs, flat, None, monkeypatch)
+
+
+@torch.inference_mode()
+def test_a_draft_model_drafts_the_same_in_captured_passes(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of which it has computed all but one token, all but two, and nothing; with drafts of different lengths."""
+    made = graphs._capturer
+    rows, decoder = made.rows, made.decoder
+    sampler = Sampler(MAX_ROWS, rows.tokens, decoder.config.vocab_size)
+    who, starts, counts = np.array([3, 7, 0, 5]), np.array([40, 9, 100, 16]), np.array([3, 1, 4, 2])
+    text = rows.tokens.clone()
+    found = []
+    for is_captured in (False, True):
+        rows.tokens.copy_(text)
+        model = DraftModel(decoder, decoder.make_cache(rows.scratch_block + 1, BLOCK_SIZE), rows, sampler, MAX_ROWS)
+        for known in (0, 1, 2):  # a prompt is read, then a token or two are missing
+            with monkeypatch.context() as patch:
+                if is_captured and known:
+                    patch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
+                    capturer = Uncaptured(decoder, model._cache, rows, MAX_ROWS, MAX_ROWS)
+                    model.graphs = DecodeGraphs(capturer)
+                begins = starts + 2 * known
+                if known:
+                    model._computed[who] = begins - np.array([known - 1, 0, known - 1, 0])
+                model.draft(who, begins, counts)
+            assert (model._computed[who] == begins + counts).all()
+            found.append(
+                [rows.tokens[row, begins[i] + 1 : begins[i] + 1 + counts[i]].tolist() for i, row in enumerate(who)]
+            )
+    assert found[:3] == found[3:]

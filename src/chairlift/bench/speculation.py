@@ -90,7 +90,7 @@ def measure_sizes(
     built = assemble(loaded, chosen, progress=False)
     engine, speculation = built.engine, built.engine.scheduler.planner.speculation
     if speculation is None:
-        raise ChairliftError("there are no drafts to measure: set --speculation to ngram, draft or eagle3")
+        raise ChairliftError("there are no drafts to measure: set --speculation to ngram or draft")
     rows = []
     for size in sizes:
         draw = Random(size)
@@ -124,7 +124,7 @@ def measure_prompts(
     llm = LLM(model, progress=False, **settings)
     engine, speculation = llm.engine, llm.engine.scheduler.planner.speculation
     if speculation is None:
-        raise ChairliftError("there are no drafts to measure: set --speculation to ngram, draft or eagle3")
+        raise ChairliftError("there are no drafts to measure: set --speculation to ngram or draft")
     params = SamplingParams(temperature=0, max_tokens=output)
     found: dict[str, list[float]] = {way: [] for way in ways_of(fixed)}
     drafted: dict[str, Drafted] = {}

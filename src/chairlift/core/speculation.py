@@ -16,11 +16,12 @@ from chairlift.core.request import Sequence
 from chairlift.core.step_times import StepTimes
 
 MOST_IN_STEP = 256  # drafts: each needs a row of logits over the whole vocabulary
-_PRIOR = 2.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
+_PRIOR = 6.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
 _HOPE, _HOPED = 0.6, 4.0  # the acceptance of a grade that was never tried, and the drafts that it counts as
-_FORGET = 0.9  # per check, of a sequence's own drafts; per 1 / (1 - _FORGET_GRADE) checks, of a grade's
+_FORGET = 0.95  # per check, of a sequence's own drafts; per 1 / (1 - _FORGET_GRADE) checks, of a grade's
 _FORGET_GRADE = 0.99
 _FORGET_SKIPPED = 0.998  # per proposal that was not checked: after some hundred, a sequence is tried again
+_ALIKE = 8  # gains are about equal that differ by less than 1 / 8
 _CERTAIN = 0.98  # highest estimate
 _RATE = 0.1  # share of each measurement in an average
 _REST = 5  # after 2 ** 5 steps at most, an overlapped engine that drafts nothing collects a step early to try again
@@ -137,7 +138,10 @@ class Speculation:
             for depth in range(1, len(tokens) + 1):
                 found.append((gain, place, depth))
                 gain *= acceptance
-        found.sort(key=lambda each: (-each[0], each[2]))
+        # Of about equal gains, those of the sequence with the shortest answer first: else some would always be drafted
+        # and others never, and end late.
+        lengths = [len(sequence.tokens) - sequence.prompt_length for sequence in sequences]
+        found.sort(key=lambda each: (-int(_ALIKE * each[0]), each[2], lengths[each[1]]))
         return found[: self._most]
 
     def _count(self, gains: list[tuple[float, int, int]], drafting: int, decodes: int, prompt_tokens: int) -> int:

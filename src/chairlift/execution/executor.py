@@ -214,13 +214,13 @@ class TorchExecutor:
     def _write_drafts(self, step: Step, checks: Checks, positions: np.ndarray) -> np.ndarray | None:
         """Write a step's drafts to their rows and positions; return those that the draft model chose."""
         if self._draft is None:
-            self._rows.put(checks.rows, positions, torch.from_numpy(checks.wanted[checks.places]))
+            self._rows.put_at(*to_device(self._device, checks.rows, positions, checks.wanted[checks.places]))
             return None
         counts = np.array([len(tokens) for _, tokens in step.drafts])
         firsts = np.cumsum(counts) - counts
         self._draft.draft(checks.rows[firsts], positions[firsts] - 1, counts)
         where, at = to_device(self._device, checks.rows, positions)
-        return self._to_host(self._rows.tokens[where.long(), at.long()])
+        return self._to_host(self._rows.tokens[where.long(), at.long()].long())
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
