@@ -19,6 +19,7 @@ FILES = {
 # What core may take from the standard library: nothing that does I/O, tells the time or runs beside it.
 PURE = {
     "__future__",
+    "array",
     "abc",
     "bisect",
     "contextlib",

@@ -160,3 +160,33 @@ def test_reading_log_probabilities_does_not_wait_for_what_was_submitted_later(tm
         assert result.logprobs is not None and len(result.logprobs[0].top) == 3
         scheduler.apply(plan, result)
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_drafts_change_no_token(overlap: bool, temperature: float, tmp_path: Path) -> None:
+    """Drafts with errors from the host, and drafts of a small model, in captured steps."""
+    from test_speculation_answers import FREE, Oracle, speculate
+
+    folder = make_tiny_model(tmp_path / "model", tokenizer=False)
+    small = make_tiny_model(tmp_path / "draft", "Qwen3ForCausalLM", tokenizer=False, seed=5, num_hidden_layers=1)
+    params = SamplingParams(temperature=temperature, seed=3, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=1)
+    common: dict[str, Any] = {"progress": False, "device": "cuda", "dtype": "float32", "overlap": overlap}
+    expected = tokens(LLM(str(folder), **common), params)
+    known = {tuple(prompt): answers[0] for prompt, answers in zip(prompts(), expected, strict=True)}
+    llm = LLM(str(folder), speculation="ngram", **common)
+    speculation = speculate(llm, Oracle(lambda sequence: known[tuple(sequence.request.prompt)]))
+    for _ in range(2):
+        assert tokens(llm, params) == expected
+    assert sum(speculation.counts.drafted) > sum(speculation.counts.accepted) > 100
+    for draft in (small, folder):
+        llm = LLM(str(folder), speculation="draft", draft=str(draft), **common)
+        found = llm.engine.scheduler.planner.speculation
+        assert found is not None
+        found.times, found._draft_times = FREE, None
+        for _ in range(2):
+            assert tokens(llm, params) == expected
+        assert found.counts.checks > 20
+        if draft is folder:
+            assert sum(found.counts.accepted) > 0.95 * sum(found.counts.drafted)
+        llm.engine.scheduler.check()

@@ -51,7 +51,9 @@ class Ticket:
     result: StepResult
     is_broken: bool = False  # it wrote garbage, and `collect` will say so
     damaged: list[Sequence] = field(default_factory=list)  # sequences that read garbage of a broken pass
-    masked: list[tuple[int, Row, int]] = field(default_factory=list)  # tokens to choose, and the mark before each
+    # Samples to choose: their number, and what `_take` needs.
+    masked: list[tuple[int, Row, list[int], list[int]]] = field(default_factory=list)
+    taken: list[list[tuple[int, Score]]] = field(default_factory=list)  # by sample
 
 
 class FakeExecutor:
@@ -129,18 +131,33 @@ class FakeExecutor:
         if self.breaks_at_choose:
             self.breaks_at_choose = False
             self._in_flight.remove(ticket)
-            for _, row, _ in ticket.masked:
+            for _, row, _, _ in ticket.masked:
                 row.tokens.append(0)  # whatever it is, its request is about to end
             raise BrokenPassError("the device lost the masks")
         if ticket is not self._in_flight[-1]:
             complain("masks came for another step than the last")
-        for (number, row, mark), mask in zip(ticket.masked, masks, strict=True):
-            token = self._append(row, mark, mask)
-            ticket.result.tokens[number] = token
-            if ticket.result.logprobs is not None:
-                assert row.sampling is not None
-                ticket.result.logprobs[number] = self._score(row.sampling, token, mark)
+        left = list(masks)
+        for number, row, marks, drafts in ticket.masked:
+            ticket.taken[number] = self._take(row, marks, drafts, left[: len(marks)])
+            del left[: len(marks)]
+        if left:
+            complain(f"{len(left)} masks are for no token")
         ticket.masked = []
+
+    def _take(
+        self, row: Row, marks: list[int], drafts: list[int], masks: list[bytes | None]
+    ) -> list[tuple[int, Score]]:
+        """Sample behind each mark, as long as the tokens are those drafted."""
+        found: list[tuple[int, Score]] = []
+        assert row.sampling is not None
+        for mark, draft, mask in zip(marks, [*drafts, None], masks, strict=True):
+            token = self._append(row, mark, mask)
+            found.append((token, self._score(row.sampling, token, mark)))
+            if token != draft:
+                break
+        self.accepted += len(found) - 1
+        self.rejected += len(drafts) - len(found) + 1
+        return found
 
     def _append(self, row: Row, mark: int, mask: bytes | None = None) -> int:
         """Sample the next token of a row, behind a context that ends with `mark`."""
@@ -164,7 +181,13 @@ class FakeExecutor:
         for sequence in ticket.damaged:
             if sequence.phase is not Phase.DONE:
                 complain(f"{sequence} has read what a failed pass should have written, and goes on")
-        return ticket.result
+        result = ticket.result
+        result.tokens = [token for taken in ticket.taken for token, _ in taken]
+        scores = [score for taken in ticket.taken for _, score in taken]
+        result.logprobs = scores if any(scores) else None
+        if result.counts is not None:
+            result.counts = list(map(len, ticket.taken))
+        return result
 
     def _move_blocks(self, step: Step, plan: StepPlan) -> None:
         """Write newcomers to their rows, change tables, and copy blocks: all are read before any is written."""
@@ -259,35 +282,23 @@ class FakeExecutor:
         self, step: Step, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str], ticket: Ticket
     ) -> None:
         """A token for each sample; for one with drafts, those accepted and one more."""
-        ends, drafts, result = list(accumulate(step.counts)), dict(step.drafts), ticket.result
-        counts: list[int] = []
+        ends, drafts = list(accumulate(step.counts)), dict(step.drafts)
         for sequence, end, count in zip(plan.sequences, ends, step.counts, strict=True) if damaged else ():
             if sequence in damaged:
                 flat[end - count : end] = [GARBAGE] * count
-        scores: list[Score] = []
         for number, at in enumerate(step.sampled_at):
             row, wanted, place = self.rows[step.sample_rows[number]], drafts.get(number, []), bisect_right(ends, at)
             position = step.starts[place] + step.counts[place] - (ends[place] - 1 - at)
             if position != len(row.tokens):
                 complain(f"{row.owner} samples position {position}, the device knows {len(row.tokens)} of its tokens")
             del row.tokens[len(row.tokens) - len(wanted) :], row.marks[len(row.marks) - len(wanted) :]
-            begin = len(result.tokens)
-            assert row.sampling is not None
-            for mark, draft in zip(flat[at - len(wanted) : at + 1], [*wanted, None], strict=True):
-                if number in step.masked:
-                    ticket.masked.append((len(result.tokens), row, mark))
-                    token = -1  # `choose` tells
-                else:
-                    token = self._append(row, mark)
-                result.tokens.append(token)
-                scores.append(self._score(row.sampling, token, mark))
-                if token != draft:
-                    break
-            counts.append(len(result.tokens) - begin)
-            self.accepted += counts[-1] - 1
-            self.rejected += len(wanted) - counts[-1] + 1
-        result.logprobs = scores if any(scores) else None
-        result.counts = counts if drafts else None
+            marks = flat[at - len(wanted) : at + 1]
+            if number in step.masked:
+                ticket.masked.append((number, row, marks, wanted))
+                ticket.taken.append([])  # `choose` tells
+            else:
+                ticket.taken.append(self._take(row, marks, wanted, [None] * len(marks)))
+        ticket.result.counts = [] if drafts else None
 
     def _score(self, sampling: Sampling, token: int, mark: int) -> Score:
         if sampling.alternatives is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def plans(is_simulated: bool, overlap: bool, **scheduling: Any) -> list[tuple[An
     clock, limits = VirtualClock(), Limits(ROWS, 16, LENGTH, VOCAB)
     pool = BlockPool(BLOCKS, SIZE)
     scheduler = assemble_scheduler(
-        SchedulingSettings(**scheduling), limits, pool, BlockPool(0, SIZE), COST, PrefixCache(pool)
+        SchedulingSettings(**scheduling), limits, pool, BlockPool(0, SIZE), replace(COST), PrefixCache(pool)
     )
     device: Any = SimulatedDevice(COST, clock, ROWS) if is_simulated else TimedExecutor(clock)
     engine = Engine(scheduler, device, clock, overlap=overlap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device import FakeExecutor
 from examples import WORD, ask, give, step
-from fakes import VOCAB, ManualClock
+from fakes import VOCAB, ManualClock, drafts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policies import walk, worlds
@@ -149,7 +149,7 @@ def test_a_swap_without_room_for_the_whole_window_recomputes() -> None:
 
 def test_drafts_in_flight_free_nothing_that_is_needed_if_they_are_rejected() -> None:
     scheduler = scheduler_of(0, 4)
-    scheduler.planner.drafter = lambda sequence: [WORD + 1] * 4
+    scheduler.planner.speculation = drafts_of([WORD + 1] * 4)
     sequence = ask(scheduler, "drafted", prompt=7, max_tokens=50, eos=None)
     step(scheduler)
     plan = scheduler.plan(0.0)

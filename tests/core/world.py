@@ -30,6 +30,7 @@ from chairlift.core.assemble import parts
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
+from chairlift.core.drafting import Drafter, Proposal
 from chairlift.core.errors import RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
@@ -39,7 +40,9 @@ from chairlift.core.prefix_node import Node
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
+from chairlift.core.speculation import Speculation
 from chairlift.core.step import StepResult
+from chairlift.core.step_times import StepTimes
 from chairlift.engine.engine import Engine
 
 
@@ -168,6 +171,22 @@ class WatchedScheduler(Scheduler):
         return events
 
 
+class RandomDrafter(Drafter):
+    """Drafts that are right for a while, by chance."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.known: set[Sequence] = set()
+
+    def propose(self, sequence: Sequence, most: int) -> Proposal:
+        self.known.add(sequence)
+        return Proposal(self._world.draft(sequence, most), sequence.index % 2)
+
+    def ended(self, sequence: Sequence) -> None:
+        assert sequence.is_done
+        self.known.discard(sequence)
+
+
 class World:
     """Submits, aborts, stops, breaks and steps; and holds every answer against what the model says alone."""
 
@@ -193,7 +212,10 @@ class World:
             limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache, windows=shape.windows
         )
         self.scheduler.is_fcfs = settings is None and not beams and drafts is None
-        self.scheduler.planner.drafter = None if drafts is None else self._draft
+        if drafts is not None:
+            # A larger step takes longer or not: so many drafts pay, or few.
+            points = [(1, 1.0), (shape.step_tokens + 1, 1.0 + drafts.choice((0.0, 0.5, 4.0)))]
+            self.scheduler.planner.speculation = Speculation(RandomDrafter(self), StepTimes(points))
         self.searches = 0  # requests for beams that were let in
         self.executor = FakeExecutor(
             shape.seats,
@@ -216,12 +238,13 @@ class World:
     def events(self) -> int:
         return self.scheduler.events
 
-    def _draft(self, sequence: Sequence) -> list[int]:
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
         """Tokens that may come next: the first ones right, others not."""
         assert self._random is not None
+        assert not sequence.in_flight and not sequence.is_search, f"{sequence} has nothing to draft behind"
         record = self.live[sequence.request.id]
         tokens = record.answers[sequence.index][0] if sequence.index < len(record.answers) else []
-        count = self._random.randint(0, 4)
+        count = self._random.randint(0, most)
         right = tokens[len(sequence.output) :][: self._random.randint(0, count)]
         return [*right, *self._random.choices(range(VOCAB), k=count - len(right))]
 

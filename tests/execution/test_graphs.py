@@ -18,9 +18,11 @@ if torch.cuda.is_available():
 from chairlift.core.settings import Settings
 from chairlift.core.step import Step
 from chairlift.execution.build import load_model
+from chairlift.execution.draft_model import DraftModel
 from chairlift.execution.graphs import Captured, Capturer, DecodeGraphs, Inputs
 from chairlift.execution.mixed_graphs import MixedGraphs
 from chairlift.execution.rows import Flat, Rows
+from chairlift.execution.sampler import Sampler
 from chairlift.execution.sharing import Grouping
 from chairlift.models import blocks as blocks_module
 from chairlift.ops import attention_cuda, decode_cuda
@@ -221,7 +223,7 @@ def test_a_step_runs_as_the_next_larger_size(
     graphs: MixedGraphs, step_tokens: int, pieces: list[tuple[int, int]], samples: int, size: int | None
 ) -> None:
     capturer = graphs._capturer
-    capturer.max_sequences = 64
+    capturer.max_samples = 64
     assert MixedGraphs(capturer, step_tokens).size_for(make_flat(pieces, [0] * len(pieces)), samples) == size
 
 
@@ -234,3 +236,65 @@ def test_inputs_without_a_value_are_blank() -> None:
     assert inputs["more"].tolist() == [0, 1, 2, 3], "not sent again"
     inputs.clear()
     assert inputs["rows"].tolist() == [7] * 5 and inputs["more"].tolist() == [0] * 4
+
+
+@torch.inference_mode()
+def test_a_check_of_drafts_runs_as_decodes_of_one_row(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of 1 + k tokens, computed as 1 + k decodes: each attends to the tokens before it, of this step, too."""
+    made = graphs._capturer
+    capturer = Uncaptured(made.decoder, made.cache, made.rows, MAX_ROWS, drafts=20)
+    step = Step(rows=[3, 7, 0], starts=[40, 9, 100], counts=[1, 5, 3], tokens=9, sample_rows=[3, 7, 0])
+    step.sampled_at, step.drafts = [0, 5, 8], [(1, [4, 5, 6, 7]), (2, [8, 9])]
+    logits, stored = expect(graphs, Flat.of(step), np.arange(9))
+    flat = Flat.of(step, checks_as_decodes=True)
+    assert flat.rows.tolist() == [3, 7, 7, 7, 7, 7, 0, 0, 0]
+    assert flat.positions.tolist() == [40, 9, 10, 11, 12, 13, 100, 101, 102]
+    assert (flat.contexts == flat.positions + 1).all() and flat.is_decodes
+    monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
+    found, tokens = DecodeGraphs(capturer).run(flat.rows, flat.positions, None, True)
+    assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
+    assert tokens is not None and torch.equal(tokens, found.argmax(-1))
+    spare = capturer.rows.scratch_block
+    assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
+
+
+@torch.inference_mode()
+def test_a_prompt_stays_whole_behind_the_checks_of_its_step(
+    graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(rows=[3, 7, 2], starts=[40, 9, 0], counts=[1, 3, 20], tokens=24, sample_rows=[3, 7, 2])
+    step.sampled_at, step.drafts = [0, 3, 23], [(1, [4, 5])]
+    flat = Flat.of(step, checks_as_decodes=True)
+    assert (flat.rows.tolist(), flat.starts.tolist(), flat.decodes) == ([3, 7, 7, 7, 2], [0, 1, 2, 3, 4, 24], 4)
+    logits, _ = expect(graphs, Flat.of(step), np.array([0, 1, 2, 3, 23]))
+    assert torch.allclose(logits.float(), expect(graphs, flat, np.array([0, 1, 2, 3, 23]))[0].float(), atol=0.02)
+    check(graphs, flat, None, monkeypatch)
+
+
+@torch.inference_mode()
+def test_a_draft_model_drafts_the_same_in_captured_passes(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of which it has computed all but one token, all but two, and nothing; with drafts of different lengths."""
+    made = graphs._capturer
+    rows, decoder = made.rows, made.decoder
+    sampler = Sampler(MAX_ROWS, rows.tokens, decoder.config.vocab_size)
+    who, starts, counts = np.array([3, 7, 0, 5]), np.array([40, 9, 100, 16]), np.array([3, 1, 4, 2])
+    text = rows.tokens.clone()
+    found = []
+    for is_captured in (False, True):
+        rows.tokens.copy_(text)
+        model = DraftModel(decoder, decoder.make_cache(rows.scratch_block + 1, BLOCK_SIZE), rows, sampler, MAX_ROWS)
+        for known in (0, 1, 2):  # a prompt is read, then a token or two are missing
+            with monkeypatch.context() as patch:
+                if is_captured and known:
+                    patch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
+                    capturer = Uncaptured(decoder, model._cache, rows, MAX_ROWS, MAX_ROWS)
+                    model.graphs = DecodeGraphs(capturer)
+                begins = starts + 2 * known
+                if known:
+                    model._computed[who] = begins - np.array([known - 1, 0, known - 1, 0])
+                model.draft(who, begins, counts)
+            assert (model._computed[who] == begins + counts).all()
+            found.append(
+                [rows.tokens[row, begins[i] + 1 : begins[i] + 1 + counts[i]].tolist() for i, row in enumerate(who)]
+            )
+    assert found[:3] == found[3:]

@@ -55,7 +55,8 @@ def usage(used: Fields) -> Fields:
         "cache_read_input_tokens": cached,
         "output_tokens": used["completion_tokens"],
     }
-    if (details := used.get("completion_tokens_details")) is not None:
+    details = used.get("completion_tokens_details", {})
+    if "reasoning_tokens" in details:
         found["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
     return found
 

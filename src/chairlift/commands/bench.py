@@ -50,6 +50,14 @@ def offline(
     repeat: Annotated[int, typer.Option(help="Runs of each engine, interleaved; medians are shown.", min=1)] = 1,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each engine (default: all cores).", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.", min=0)] = 0.0,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="With --speculation: accept drafts with this probability, whatever the tokens; for random weights.",
+            min=0,
+            max=1,
+        ),
+    ] = None,
     profile_steps: Annotated[
         bool, typer.Option("--profile-steps", help="Also show the host's time per step, by part.")
     ] = False,
@@ -71,6 +79,7 @@ def offline(
     from chairlift.traffic.workloads import Lengths, make
 
     chosen = reports.choose_shape(shape, model, settings)
+    settings["acceptance"] = acceptance
     reports.check_files(json_file)
     reports.check_files(record_steps)
     usual = "cpu64" if choose_device(settings["device"]).type == "cpu" else "uniform256"

@@ -8,7 +8,9 @@ from chairlift.core.batching import GATES
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import FixedBudget, LatencyBudget
 from chairlift.core.cost import Cost
+from chairlift.core.drafting import DeviceDrafter, Drafter, Filler
 from chairlift.core.limits import Limits
+from chairlift.core.ngram import NgramDrafter
 from chairlift.core.policies import POLICIES
 from chairlift.core.policy import Knowledge
 from chairlift.core.predictor import PREDICTORS
@@ -17,6 +19,8 @@ from chairlift.core.prefill import PREFILL_MODES
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
+from chairlift.core.speculation import Speculation
+from chairlift.core.step_times import StepTimes
 
 
 def assemble_scheduler(
@@ -30,6 +34,18 @@ def assemble_scheduler(
 ) -> Scheduler:
     """Build the scheduler that the settings describe, over these blocks on the device and in host memory."""
     return Scheduler(limits, pool, **parts(settings, limits, host, cost), prefix_cache=prefix_cache, windows=windows)
+
+
+def speculation_of(
+    settings: SchedulingSettings, limits: Limits, times: StepTimes, draft_times: StepTimes | None = None
+) -> Speculation:
+    """Build the part of the scheduler that chooses drafts."""
+    drafter: Drafter = DeviceDrafter() if settings.speculation == "draft" else NgramDrafter()
+    if settings.acceptance is not None and not drafter.is_on_device:
+        drafter = Filler()
+    found = Speculation(drafter, times, settings.max_drafts, limits.step_drafts, draft_times)
+    found.fixed = settings.fixed_drafts
+    return found
 
 
 def parts(settings: SchedulingSettings, limits: Limits, host: BlockPool, cost: Cost) -> dict[str, Any]:

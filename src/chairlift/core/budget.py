@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from chairlift.core.cost import Cost, Work, pairs_of
+from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.core.plan import StepPlan
 
 _LEAST = 16  # prompt tokens per step, whatever the target: else decodes that miss it would block every prompt
@@ -44,7 +45,7 @@ def work_of(step: StepPlan) -> Work:
     """Return a planned step's work for the cost model."""
     context = pairs = 0
     for start, count in zip(step.starts, step.counts, strict=True):
-        if count == 1:
+        if count <= 1 + MAX_DRAFTS:  # its tokens read the context together
             context += start
         else:
             pairs += pairs_of(start, count)

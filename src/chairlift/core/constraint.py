@@ -28,6 +28,17 @@ class Constraint(ABC):
     def fork(self) -> Constraint:
         """Return an independent copy in the present state, for another sequence."""
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, one after the other."""
+        state, count = self.fork(), 0
+        for token in tokens:
+            mask = None if state.is_complete else state.mask()
+            if state.is_complete or not (mask is None or _allows(mask, token)):
+                break
+            state.accept(token)
+            count += 1
+        return count
+
     @property
     def is_complete(self) -> bool:
         """Whether no token can follow: the sequence ends."""
@@ -141,6 +152,10 @@ class Reasoning(Constraint):
         if self._inner is None or self._forced or self._is_inside or (self._may_begin and self._begun):
             return None
         return self._inner.pending
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
 def _bits(token: int) -> bytes:

@@ -63,6 +63,9 @@ def _describe(scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float
         ]
     else:
         why = [_progress(sequence)]
+        if sequence.drafted:
+            drafts = counted(sequence.drafted, "draft token")
+            why.append(f"Of {drafts} checked for it, {sequence.accepted:,} were accepted.")
     if sequence.preemptions:
         why.append(f"It was preempted {counted(sequence.preemptions, 'time')}, and kept its place in the queue.")
     seconds = now - sequence.request.arrival
@@ -76,7 +79,7 @@ def _describe(scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float
         waiting=len(scheduler.waiting),
         blocked_by=scheduler.planner.blocked_by if is_waiting else "",
         prompt_tokens=sequence.prompt_length,
-        computed_tokens=sequence.computed,
+        computed_tokens=sequence.computed - sequence.unchecked,
         generated_tokens=len(sequence.output),
         preemptions=sequence.preemptions,
         seconds=round(seconds, 3),

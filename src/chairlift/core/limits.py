@@ -20,6 +20,7 @@ class Limits:
     step_tokens: int  # in one forward pass
     max_length: int  # of a sequence, prompt included
     vocab_size: int
+    step_drafts: int = 0  # draft tokens in one forward pass
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "step_tokens", "max_length", "vocab_size"):
@@ -30,6 +31,11 @@ class Limits:
                 f"step_tokens is {self.step_tokens}, less than max_sequences {self.max_sequences}: "
                 "each running sequence needs one token a step; raise step_tokens or lower max_sequences"
             )
+
+    @property
+    def max_samples(self) -> int:
+        """The most tokens that one forward pass samples."""
+        return self.max_sequences + self.step_drafts
 
     def max_tokens_of(self, request: Request) -> int:
         """Return the largest number of tokens, prompt included, that a sequence of the request may have."""

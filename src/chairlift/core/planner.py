@@ -15,9 +15,9 @@ from chairlift.core.policy import Policy
 from chairlift.core.prefill import PrefillMode
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import Phase, Sequence
+from chairlift.core.speculation import Speculation
 
 _REKEY = 8  # plans after which the queue is sorted again for a policy that reads the prefix cache; more when it is long
-Drafter = Callable[[Sequence], list[int]]  # proposes tokens that may come next in a sequence
 
 
 class Planner:
@@ -37,7 +37,7 @@ class Planner:
     ) -> None:
         self.gate = gate
         self.prefill = prefill
-        self.drafter: Drafter | None = None  # the next step checks all its proposals at once
+        self.speculation: Speculation | None = None
         self._members = 0  # sequences that the batch of a closing gate has admitted
         self.blocked_by = ""  # what kept the next request out of the last plan: rows, blocks, tokens or the gate
         self.is_input_over = False  # no other request is expected: a batch need not wait until it is full
@@ -92,16 +92,17 @@ class Planner:
         # Decodes always fit: a step has at least as many tokens as the batch has rows (Limits).
         samples, starts = step.samples, step.starts
         prompts: list[Sequence] = []
-        drafted: list[tuple[Sequence, list[int]]] = []
+        drafting = self._drafting()
         for sequence in self._running.copy():
             start = sequence.computed
-            if start < sequence.decode_until:
+            if start < sequence.decode_until and drafting is None:
                 sequence.computed = start + 1
                 sequence.length = start + 2
-            elif not self._may_decode(step, sequence, prompts, drafted):
+            elif not self._may_decode(step, sequence, prompts, drafting):
                 continue
             samples.append(sequence)
             starts.append(start)
+        drafted = self._choose_drafts(step, drafting, prompts) if drafting else []
         step.sequences += samples
         step.counts += repeat(1, len(samples))
         step.tokens = len(samples)
@@ -116,9 +117,9 @@ class Planner:
         step: StepPlan,
         sequence: Sequence,
         prompts: list[Sequence],
-        drafted: list[tuple[Sequence, list[int]]],
+        drafting: list[Sequence] | None,
     ) -> bool:
-        """Whether a sequence decodes one token in this step; if its slice is longer, add it to one of the lists."""
+        """Whether a sequence decodes one token in this step; if its slice may be longer, add it to one of the lists."""
         if sequence.phase is not Phase.RUNNING:
             return False  # this plan has preempted it
         if sequence.unchecked:
@@ -135,19 +136,43 @@ class Planner:
         table = sequence.tables[-1]  # no other is writable less far
         if length > table.writable and not self._batch.grow(step, sequence, length):
             return False
-        if self.drafter is None:
-            if not sequence.is_search:
-                sequence.decode_until = min(sequence.limit - 1, table.writable)
-        elif self._may_draft(sequence) and (drafts := self.drafter(sequence)):
-            drafted.append((sequence, drafts))
-            return False
+        if not sequence.is_search:
+            sequence.decode_until = min(sequence.limit - 1, table.writable)
+            if drafting is not None and not sequence.in_flight:
+                drafting.append(sequence)
+                return False
         sequence.computed = length
         sequence.length = length + 1
         return True
 
-    def _may_draft(self, sequence: Sequence) -> bool:
-        """Whether its last token is known, and drafts can be checked with its next one."""
-        return not sequence.in_flight and not sequence.is_search and sequence.constraint is None
+    def _drafting(self) -> list[Sequence] | None:
+        """Return a list for the sequences that drafts are chosen for in this step; None if none can pay.
+
+        A draft stands behind a known token, so no step may be in flight.
+        """
+        speculation, running = self.speculation, len(self._running)
+        if speculation is None or not running or self._memory.prefixes.in_flight:
+            return None
+        return [] if speculation.may_pay(running) else None
+
+    def _choose_drafts(
+        self, step: StepPlan, drafting: list[Sequence], prompts: list[Sequence]
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Return the sequences with drafts to check; the others decode."""
+        assert self.speculation is not None
+        decodes = len(step.samples) + len(drafting)
+        waiting = sum(each.length - each.computed for each in prompts)
+        beside = min(waiting, max(0, self._limits.step_tokens - decodes))
+        drafted: list[tuple[Sequence, list[int]]] = []
+        for sequence, (tokens, _) in zip(drafting, self.speculation.choose(drafting, decodes, beside), strict=True):
+            if tokens:
+                drafted.append((sequence, tokens))
+                continue
+            step.samples.append(sequence)
+            step.starts.append(sequence.computed)
+            sequence.computed = sequence.length
+            sequence.length += 1
+        return drafted
 
     def _check_drafts(self, step: StepPlan, sequence: Sequence, drafts: list[int], left: int) -> None:
         """Add a decode with the drafts behind it that fit; `left` sequences, this one included, need a token each.
@@ -173,6 +198,8 @@ class Planner:
         sequence.computed = length + count
         sequence.length = length + count + 1
         sequence.unchecked = count
+        # It may be rewound: where the next decode is written is known when the check is applied.
+        sequence.decode_until = 0
 
     def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
         for sequence in self._policy.arrange(prompts) if len(prompts) > 1 else prompts:

@@ -55,6 +55,7 @@ class Request:
     known_length: int | None = None  # of the answer, in experiments only
     processors: tuple[Processor, ...] = ()  # params.logits_processors, safe to call
     constraint: Constraint | None = None  # in its first state: each sequence gets a fork
+    prediction: tuple[int, ...] = ()  # what the client expects the answer to be like, for drafts
     sampling: Sampling = field(init=False, repr=False)  # what executors need of all this
 
     def __post_init__(self) -> None:
@@ -140,12 +141,16 @@ class Sequence:
     """
 
     __slots__ = (
+        "accepted",
         "cached",
         "computed",
         "constraint",
         "decode_until",
+        "drafted",
         "expected",
+        "grade",
         "group",
+        "hits",
         "index",
         "length",
         "limit",
@@ -163,6 +168,7 @@ class Sequence:
         "stop_ids",
         "tables",
         "tokens",
+        "tries",
         "unchecked",
     )
 
@@ -177,6 +183,9 @@ class Sequence:
         self.computed = 0
         self.length = self.prompt_length  # tokens known and in flight
         self.unchecked = 0  # draft tokens in flight: how many of them will be accepted is not known
+        self.drafted = self.accepted = 0  # draft tokens that were checked, and those that were accepted
+        self.hits = self.tries = 0.0  # the same, the older the less: for the acceptance estimate
+        self.grade = 0  # of the last proposal (drafting.py)
         self.decode_until = 0  # while computed < decode_until, the next slice is one token, in an allocated block
         self.phase = Phase.WAITING
         self.rank: tuple[float, int, int] = (0.0, order, index)

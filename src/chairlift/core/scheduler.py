@@ -12,7 +12,7 @@ from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
 from chairlift.core.cache_groups import CacheGroups
-from chairlift.core.constraint import Masker, one_by_one
+from chairlift.core.constraint import Constraint, Masker, one_by_one
 from chairlift.core.cost import Cost
 from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
@@ -162,19 +162,29 @@ class Scheduler:
     def masks(self, step: StepPlan) -> tuple[list[bytes | None], list[Event]]:
         """Return the masks of a step's constrained samples, once the tokens before them are known.
 
-        A constraint that fails ends its request: the events say so.
+        A sample has a mask for each of its drafts, and one for the token behind them. A constraint that fails ends its
+        request: the events say so.
         """
         masks: list[bytes | None] = []
         events: list[Event] = []
-        samples = [step.samples[place] for place in step.masked]
-        live = [sequence for sequence in samples if not sequence.is_done]
-        found = dict(zip(live, self.masker([each.constraint for each in live if each.constraint]), strict=True))
-        for sequence in samples:
-            mask = found.get(sequence)
-            if isinstance(mask, Exception):
-                events += self._fail_constraint(sequence, mask)
-                mask = None
-            masks.append(mask)
+        drafts = dict(step.drafts)
+        states: list[list[Constraint | None]] = []
+        for place in step.masked:
+            sequence, own = step.samples[place], drafts.get(place, [])
+            try:
+                states.append(_states(sequence, own))
+            except Exception as error:
+                events += self._fail_constraint(sequence, error)
+                states.append([None] * (len(own) + 1))
+        found = iter(self.masker([state for each in states for state in each if state is not None]))
+        for place, of_sample in zip(step.masked, states, strict=True):
+            for state in of_sample:
+                mask = None if state is None else next(found)
+                if isinstance(mask, Exception):
+                    if not step.samples[place].is_done:
+                        events += self._fail_constraint(step.samples[place], mask)
+                    mask = None
+                masks.append(mask)
         return masks, events
 
     def pause(self, now: float) -> float:
@@ -192,6 +202,18 @@ class Scheduler:
         """Update the cost model with the time of a step."""
         if self._cost is not None:
             self._cost.learn(work_of(step), seconds)
+        if self.planner.speculation is not None:
+            self.planner.speculation.observe_step(step, seconds)
+
+    def collects_early(self, step: StepPlan) -> bool:
+        """Whether to collect this step, which is in flight, before the next is planned: that one may check drafts."""
+        speculation = self.planner.speculation
+        return speculation is not None and speculation.collects_early(bool(step.drafts), len(self.running))
+
+    def observe_early(self, seconds: float) -> None:
+        """Learn how long the device waited for a step that was planned after the one before was collected."""
+        if self.planner.speculation is not None:
+            self.planner.speculation.observe_early(seconds)
 
     def apply(self, step: StepPlan, result: StepResult) -> Outcome:
         """Append the tokens of a step, end the sequences that are complete and free their blocks at once."""
@@ -237,8 +259,20 @@ class Scheduler:
             taken = list(islice(tokens, count))
             if sequence.is_done:
                 continue
-            sequence.rewind(sequence.unchecked + 1 - count)
-            sequence.unchecked = 0
+            token, scored = taken[0]
+            if count == 1 and scored is None and not sequence.unchecked:  # a plain decode
+                news = self._take(sequence, token, None)
+                if news is None:
+                    outcome.sequences.append(sequence)
+                    outcome.tokens.append(token)
+                else:
+                    events += news
+                continue
+            if sequence.unchecked:
+                assert self.planner.speculation is not None
+                self.planner.speculation.observe(sequence, sequence.unchecked, count - 1)
+                sequence.rewind(sequence.unchecked + 1 - count)
+                sequence.unchecked = 0
             own = self._take_all(sequence, taken)
             if any(event.finish_reason or event.logprobs for event in own) or len(own) < count:
                 events += own
@@ -360,6 +394,8 @@ class Scheduler:
                 sequence.phase = Phase.DONE
                 self.waiting.forget(1)
             self.policy.ended(sequence)
+            if self.planner.speculation is not None:
+                self.planner.speculation.ended(sequence)
             if self.policy.needs_lengths and reason in _FINISHED:
                 self._learn_length(sequence)
             live = self._live[sequence.request.id]
@@ -380,3 +416,16 @@ class Scheduler:
         if self.predictor.is_trusted != self._is_trusted:
             self._is_trusted = self.predictor.is_trusted
             self.waiting.rekey()
+
+
+def _states(sequence: Sequence, drafts: list[int]) -> list[Constraint | None]:
+    """Return the states of a sequence's constraint before each of its drafts and behind the last; None if it ended."""
+    state = sequence.constraint
+    if state is None or sequence.is_done:
+        return [None] * (len(drafts) + 1)
+    found: list[Constraint | None] = [state]
+    for token in drafts:
+        state = state.fork()
+        state.accept(token)  # the planner has cut the drafts that it does not allow
+        found.append(state)
+    return found

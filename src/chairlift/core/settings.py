@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from chairlift.core.batching import GATES
+from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.core.errors import SettingsError
 from chairlift.core.policies import POLICIES
 from chairlift.core.predictor import PREDICTORS
@@ -23,6 +24,11 @@ from chairlift.core.vllm_names import setting_hint
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     """Return a field with its help: what the setting is, and when to change it."""
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def hidden(default: Any) -> Any:
+    """Return a field without a flag, for measurements alone."""
+    return field(default=default, metadata={"help": "", "choices": (), "is_hidden": True})
 
 
 def seconds(default: float | None, help: str) -> Any:
@@ -164,6 +170,22 @@ class SchedulingSettings:
         "predicted to be cheaper; change it when sequences are preempted often.",
         tuple(PREEMPTIONS),
     )
+    speculation: str = option(
+        "off",
+        "Check several drafted tokens of a sequence in one step, as many as pay: ngram drafts what followed the same "
+        "tokens before (edits, extraction, agents), draft takes a small model (--draft); use it for latency. Answers "
+        "are the same.",
+        ("off", "ngram", "draft"),
+    )
+    max_drafts: int = option(
+        8,
+        "Most drafts of a sequence in one step, up to 8; lower it if most are rejected. The number is chosen by step.",
+    )
+    draft: str | None = option(
+        None, "The small model of --speculation draft, which must have the same vocabulary: a name or path, as MODEL."
+    )
+    acceptance: float | None = hidden(None)  # bench only: drafts are accepted with this probability
+    fixed_drafts: int | None = hidden(None)  # bench only: drafts of every check, in place of the chosen number
     overlap: bool | None = option(
         None, "Plan a step while the previous one runs (default: on a GPU); turn it off to debug step by step."
     )
@@ -184,9 +206,9 @@ class Settings:
         >>> Settings.of(block_size=32).cache.block_size
         32
         """
-        _refuse_unknown(values.keys() - {found.name for _, found in options()})
+        _refuse_unknown(values.keys() - {found.name for _, found in options(with_hidden=True)})
         groups: dict[str, dict[str, Any]] = {}
-        for group, found in options():
+        for group, found in options(with_hidden=True):
             value = values.get(found.name)
             if value is None:
                 continue
@@ -232,6 +254,17 @@ class Settings:
             value = getattr(chosen, name)
             if value is not None and not 0 <= value < inf:
                 raise SettingsError(f"{name} is {value}: use 0 or more, or leave it out")
+        if not 1 <= chosen.max_drafts <= MAX_DRAFTS:
+            raise SettingsError(f"max_drafts is {chosen.max_drafts}: use 1 to {MAX_DRAFTS}")
+        if (chosen.speculation == "draft") != (chosen.draft is not None):
+            raise SettingsError(
+                f"speculation is {chosen.speculation} and draft is {chosen.draft or 'not set'}: speculation draft "
+                "needs a model, and only it has one; set both or neither"
+            )
+        if chosen.acceptance is not None and not 0 <= chosen.acceptance <= 1:
+            raise SettingsError(f"acceptance is {chosen.acceptance}: use a probability from 0 to 1")
+        if chosen.speculation == "off" and (chosen.acceptance is not None or chosen.fixed_drafts is not None):
+            raise SettingsError("acceptance needs drafts: set speculation to ngram or draft")
         if chosen.target_tpot is not None and (chosen.target_tpot == 0 or chosen.prefill != "chunked"):
             raise SettingsError(
                 f"target_tpot is {chosen.target_tpot} with {chosen.prefill} prompts: it must be above 0 and needs "
@@ -239,11 +272,12 @@ class Settings:
             )
 
 
-def options() -> Iterator[tuple[str, Field[Any]]]:
+def options(*, with_hidden: bool = False) -> Iterator[tuple[str, Field[Any]]]:
     """Yield every setting with the name of its group."""
     for group, kind in (("model", ModelSettings), ("cache", CacheSettings), ("scheduling", SchedulingSettings)):
         for found in fields(kind):
-            yield group, found
+            if with_hidden or not found.metadata.get("is_hidden"):
+                yield group, found
 
 
 def _refuse_unknown(names: set[str]) -> None:

@@ -30,7 +30,7 @@ _NO_CODE = "a model's own code is never run"
 _RECORDED = "steps are captured as CUDA graphs wherever possible"
 _FROM_FILES = "it is read from the model's files"
 _TEXT_ONLY = "models read text only"
-_NO_DRAFTS = "speculative decoding is not supported"
+_DRAFTS = "use speculation, draft and max_drafts; how many drafts a step checks is chosen as it runs"
 _NO_GRAMMARS = "structured output is not supported"
 _NO_TOOLS = "tool calls are not supported"
 
@@ -79,7 +79,7 @@ ABSENT = {
     "mm_processor_kwargs": _TEXT_ONLY,
     "model_loader_extra_config": "weights are read from safetensors or GGUF",
     "num_gpu_blocks_override": "use kv_tokens, the number of tokens that the KV cache holds",
-    "num_lookahead_slots": _NO_DRAFTS,
+    "num_lookahead_slots": _DRAFTS,
     "num_scheduler_steps": "a step is planned while the previous one runs; see overlap",
     "override_generation_config": "give SamplingParams; generation_config='none' ignores the model's own values",
     "pipeline_parallel_size": _RANKS,
@@ -90,8 +90,8 @@ ABSENT = {
     "runner": "models generate text",
     "scheduler_delay_factor": "admission depends on free memory alone",
     "skip_tokenizer_init": "give prompts as token ids, and SamplingParams(detokenize=False)",
-    "speculative_config": _NO_DRAFTS,
-    "speculative_model": _NO_DRAFTS,
+    "speculative_config": _DRAFTS,
+    "speculative_model": _DRAFTS,
     "swap_space": "use host_tokens, the number of tokens kept in host memory, with preemption='swap'",
     "task": "models generate text",
     "tokenizer": "a model is read with its own tokenizer",

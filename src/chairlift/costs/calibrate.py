@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -26,12 +27,21 @@ def calibrate(decoder: Decoder, cache: KvCache, tokens: int = _MANY) -> Cost:
     )
 
 
-def _seconds(decoder: Decoder, tokens: int, cache: KvCache) -> float:
+def time_checks(decoder: Decoder, cache: KvCache, sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """Time steps of some sizes that sample each of their tokens, as a check of drafts does.
+
+    The sizes take turns, so that other load affects all of them, and the first turn does not count.
+    """
+    turns = [[_seconds(decoder, size, cache, samples=size, repeat=1) for size in sizes] for _ in range(4)]
+    return list(zip(sizes, map(min, zip(*turns[1:], strict=True)), strict=True))
+
+
+def _seconds(decoder: Decoder, tokens: int, cache: KvCache, samples: int = 1, repeat: int = 2) -> float:
     took = []
-    for _ in range(2):
+    for _ in range(repeat):
         _synchronize(decoder.device)
         start = time.monotonic()
-        dry_run(decoder, tokens=tokens, samples=1, block_size=cache.block_size, kv_dtype=cache.dtype)
+        dry_run(decoder, tokens, samples, block_size=cache.block_size, kv_dtype=cache.dtype, draws=repeat > 1)
         _synchronize(decoder.device)
         took.append(time.monotonic() - start)
     return min(took)

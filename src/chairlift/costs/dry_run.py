@@ -25,10 +25,12 @@ def dry_run(
     *,
     before: int = 0,
     shares: bool = False,
+    draws: bool = True,
 ) -> None:
     """Run `tokens` tokens of one prompt over a scratch cache, in the model's dtype by default; sample `samples` rows.
 
-    `before` tokens precede them in the context; with `shares` the kernels for shared prefixes run too.
+    `before` tokens precede them in the context; with `shares` the kernels for shared prefixes run too. Without
+    `draws` the rows take the likeliest token.
     """
     device = decoder.device
     context = before + tokens
@@ -52,6 +54,9 @@ def dry_run(
     if not samples:
         return
     logits = decoder.logits(hidden)
+    if not draws:
+        sampling.likeliest(logits)
+        return
     keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64, device=device)
     sampling.draw(logits, torch.ones(logits.shape[0], device=device), keys, None)
 

@@ -129,24 +129,41 @@ class Engine:
     def step(self) -> Outcome:
         """Plan and launch one step, and return the outcome of the step that was collected."""
         self._check_fault()
+        early = self._collect_early()
         now = self.clock.now()
         plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
         events, self._late = self._late, []
+        if early is not None:
+            early.events[:0] = events
+            events = []
         launched = self._launch(plan, now, events) if plan else None
         if self._overlap:
             awaited, self._in_flight = self._in_flight, launched
         else:
             awaited = self._choose(launched, events)
-        if plan or awaited:
+        if plan or awaited or early is not None:
             self._idle_plans = 0
         else:
             events += self._end_stuck(now)
-        outcome = self._collect(awaited) if awaited else Outcome()
-        outcome.events[:0] = events
+        if early is not None:
+            self.scheduler.observe_early(self.clock.now() - self._last_end)
+            self._late += events  # of the step launched now: the tokens of the one before are reported first
+            outcome = early
+        else:
+            outcome = self._collect(awaited) if awaited else Outcome()
+            outcome.events[:0] = events
         if self._overlap:
             self._in_flight = self._choose(launched, self._late)
         return outcome
+
+    def _collect_early(self) -> Outcome | None:
+        """Collect the step in flight before the next is planned, if that is to check drafts behind its tokens."""
+        flight = self._in_flight
+        if flight is None or not self.scheduler.collects_early(flight.plan):
+            return None
+        self._in_flight = None
+        return self._collect(flight)
 
     def _end_stuck(self, now: float) -> list[Event]:
         """Count a plan without slices though requests could run; after a few in a row, end the request that is stuck.

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,11 +20,13 @@ from chairlift.core.errors import SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.settings import Settings
+from chairlift.core.speculation import MOST_IN_STEP
 from chairlift.costs.calibrate import calibrate
 from chairlift.costs.dry_run import compile_kernels, dry_run, warm_up_sampling
 from chairlift.engine.engine import Engine, Executor
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.executor import TorchExecutor
+from chairlift.execution.speculate import add_draft_model, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
@@ -35,6 +37,7 @@ from chairlift.models.loader import RandomTensors, load_decoder
 from chairlift.models.shapes import config_alone
 from chairlift.models.sources import resolve
 from chairlift.ops.group import Group
+from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
 from chairlift.ops.triton_found import HAS_TRITON
 
@@ -68,6 +71,7 @@ class Loaded:
     checkpoint: Checkpoint | None  # None: random weights, and no tokenizer
     device: torch.device
     decoder: Decoder
+    draft: Decoder | None = None  # the draft model of speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Prepared:
     executor: TorchExecutor
     limits: Limits
     capacity: Capacity
+    cache: KvCache
     host_blocks: int
     disk: DiskBlocks | None
     disk_blocks: int
@@ -107,7 +112,16 @@ def load_model(model: str, settings: Settings, *, progress: bool = True) -> Load
     """Find the model and load all of it; cluster/tensor_parallel has the same function for any number of ranks."""
     if settings.model.tensor_parallel > 1:
         raise SettingsError(f"tensor_parallel is {settings.model.tensor_parallel}, but this runs in one process: use 1")
-    return load_found(find_model(model, settings, progress=progress), settings, progress=progress)
+    found = find_model(model, settings, progress=progress)
+    name = settings.scheduling.draft
+    if name is None:
+        return load_found(found, settings, progress=progress)
+    small = find_model(name, settings, progress=progress)
+    check_draft(found.config, small.config, name)
+    loaded = load_found(found, settings, progress=progress)
+    length = choose_limits(found.config, settings, found.device).max_length
+    draft = load(small.config, small.checkpoint, found.device, length, progress)
+    return replace(loaded, draft=draft)
 
 
 def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
@@ -143,7 +157,8 @@ def prepare(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Pre
     if device.type == "cuda":
         with console.status("compiling kernels, once on this machine") if progress else nullcontext():
             compile_kernels(decoder, limits.max_length, block_size, kv_dtype)
-    capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share)
+    beside = 0 if loaded.draft is None else loaded.draft.kv_bytes_per_block(block_size)
+    capacity = plan_capacity(decoder, limits, block_size, kv_dtype, settings.cache.kv_tokens, share, beside)
     spare = 1 if device.type == "cuda" else 0  # written by the padding rows of captured steps
     cache = decoder.make_cache(capacity.blocks + spare, capacity.block_size, kv_dtype)
     slowest = 0.0
@@ -162,10 +177,13 @@ def prepare(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Pre
         disk = DiskBlocks(Path(settings.cache.disk_cache), disk_blocks, capacity.block_bytes)
     moved = HostBlocks(cache, host_blocks, disk) if host_blocks else None
     executor = TorchExecutor(decoder, cache, limits, moved, shared_reads=settings.cache.shared_reads)
+    if loaded.draft is not None:
+        name = str(settings.scheduling.draft)
+        add_draft_model(executor, decoder, loaded.draft, name, cache, limits.max_sequences)
     if device.type == "cuda" and HAS_TRITON:
         with console.status("capturing CUDA graphs") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
-    return Prepared(executor, limits, capacity, host_blocks, disk, disk_blocks, cost, slowest)
+    return Prepared(executor, limits, capacity, cache, host_blocks, disk, disk_blocks, cost, slowest)
 
 
 def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Executor) -> Built:
@@ -180,6 +198,8 @@ def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Execu
     scheduling, device = settings.scheduling, loaded.device
     scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, capacity.groups.windows)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
+    if scheduling.speculation != "off":
+        speculate(scheduler, scheduling, prepared.executor, loaded.decoder, prepared.cache, loaded.draft)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step)
 
@@ -217,7 +237,8 @@ def choose_limits(config: ModelConfig, settings: Settings, device: torch.device)
     sequences = wanted.max_sequences or min(256 if is_gpu else 64, step_tokens)
     if wanted.prefill == "whole" and wanted.step_tokens is None:
         step_tokens = max(step_tokens, length + sequences)
-    return Limits(sequences, step_tokens, length, config.vocab_size)
+    drafts = min(sequences * wanted.max_drafts, MOST_IN_STEP, step_tokens) if wanted.speculation != "off" else 0
+    return Limits(sequences, step_tokens, length, config.vocab_size, drafts)
 
 
 def choose_swap_blocks(

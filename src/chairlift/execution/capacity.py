@@ -71,13 +71,21 @@ def require_memory(config: ModelConfig, weights: int, max_length: int, device: t
 
 
 def plan_capacity(
-    decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, kv_tokens: int | None, memory_share: float
+    decoder: Decoder,
+    limits: Limits,
+    block_size: int,
+    kv_dtype: torch.dtype,
+    kv_tokens: int | None,
+    memory_share: float,
+    beside: int = 0,
 ) -> Capacity:
     """Return the capacity for `kv_tokens`, or for the free memory; CapacityError if one full request does not fit.
 
-    Several ranks all have the number of blocks that fits on each of them.
+    Several ranks all have the number of blocks that fits on each of them. `beside` are the bytes that a draft model's
+    cache needs for each block.
     """
-    windows, per_block = decoder.layout.windows, decoder.kv_bytes_per_block(block_size, kv_dtype)
+    windows, own_bytes = decoder.layout.windows, decoder.kv_bytes_per_block(block_size, kv_dtype)
+    per_block = own_bytes + beside
     groups = CacheGroups(windows, block_size, limits.step_tokens)
     needed = groups.blocks_of(limits.max_length)
     # The blocks of a full batch of full-length sequences, and a few that admission keeps free.
@@ -104,7 +112,7 @@ def plan_capacity(
             f"tokens: set max_length to {longest:,} or less, or give the cache more memory"
         )
     per_token, ranks = decoder.kv_bytes_per_token(kv_dtype), 1 if group is None else group.size
-    return Capacity(blocks, per_block, per_token, groups, limits.max_length, ranks)
+    return Capacity(blocks, own_bytes, per_token, groups, limits.max_length, ranks)
 
 
 def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: torch.dtype, memory_share: float) -> int:
@@ -113,7 +121,7 @@ def _free_bytes(decoder: Decoder, limits: Limits, block_size: int, kv_dtype: tor
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_sequences, block_size, kv_dtype)
+        dry_run(decoder, min(limits.step_tokens, limits.max_length), limits.max_samples, block_size, kv_dtype)
         torch.cuda.synchronize(decoder.device)
         peak = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()
@@ -129,7 +137,7 @@ def activation_bytes(decoder: Decoder, limits: Limits) -> int:
     config = decoder.config
     inner = max(block.mlp.down.shape[1] + 2 * block.attention.qkv.shape[0] for block in decoder.blocks)
     width = config.hidden_size * 3 + inner
-    return 4 * (limits.step_tokens * width + limits.max_sequences * config.vocab_size * 3)
+    return 4 * (limits.step_tokens * width + limits.max_samples * config.vocab_size * 3)
 
 
 def available_memory() -> int:

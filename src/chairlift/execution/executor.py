@@ -13,7 +13,9 @@ import torch
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
+from chairlift.execution.checks import Checks, checks_of, samples_of
 from chairlift.execution.crowding import Crowding
+from chairlift.execution.draft_model import DraftModel
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.joint_sampling import FollowingSampler, LeadingSampler
 from chairlift.execution.mixed_graphs import MixedGraphs
@@ -23,6 +25,7 @@ from chairlift.execution.scores import BeamCandidates, Scores, Scoring, score_to
 from chairlift.execution.sharing import Grouping
 from chairlift.execution.swap import HostBlocks
 from chairlift.models.decoder import Decoder
+from chairlift.ops.batch import to_device
 from chairlift.ops.filters import NO_TOKEN
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.masks import forbid_, pack_masks
@@ -39,14 +42,16 @@ class Ticket:
     done: torch.Event | None
     scores: list[tuple[list[int], Scores | BeamCandidates]]  # with the numbers of the scored samples
     prompt_scores: list[PromptScores]
+    checks: Checks | None = None  # if the step checks drafts
+    drafted: np.ndarray | None = None  # the drafts, if a draft model chose them
     masked: Masked | None = None  # completed by `choose`
 
 
 class Masked(NamedTuple):
-    """The constrained samples of a step, before `choose` has chosen their tokens."""
+    """The constrained tokens to sample of a step, before `choose` has chosen them."""
 
-    places: np.ndarray  # numbers of these samples
-    own_logits: torch.Tensor  # of these samples, before penalties and temperature
+    places: np.ndarray  # numbers of these tokens
+    own_logits: torch.Tensor  # to choose them from, before penalties and temperature
     tokens: torch.Tensor  # of all samples of the step
     rows: np.ndarray
     positions: np.ndarray
@@ -90,15 +95,14 @@ class TorchExecutor:
         self._device = decoder.device
         grouping = self._group() if shared_reads else None
         groups, size = len(decoder.layout.windows), cache.block_size
-        self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
+        self.rows = self._rows = Rows(limits.max_sequences, limits.max_length, size, self._device, grouping, groups)
         group = decoder.group
         self._chooses = group is None or group.rank == 0
-        self._sampler: Sampler | LeadingSampler | FollowingSampler
-        if group is not None and group.rank:
-            self._sampler = FollowingSampler(self._device, group)
-        else:
-            self._sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
-            self._sampler = self._sampler if group is None else LeadingSampler(self._sampler, group)
+        self.sampler = Sampler(limits.max_sequences, self._rows.tokens, limits.vocab_size)
+        self._sampler: Sampler | LeadingSampler | FollowingSampler = self.sampler
+        if group is not None:
+            follows = group.rank > 0
+            self._sampler = FollowingSampler(self._device, group) if follows else LeadingSampler(self.sampler, group)
         self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -111,20 +115,49 @@ class TorchExecutor:
         self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
         # Buffers for sampled tokens, used in rotation: one is read long before it is written again.
         places = [
-            torch.empty(limits.max_sequences, dtype=torch.int64, pin_memory=self._is_cuda)
-            for _ in range(STAGING_BUFFERS)
+            torch.empty(limits.max_samples, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(STAGING_BUFFERS)
         ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
+        self._draft: DraftModel | None = None
+        self._coin: np.random.Generator | None = None
+        self._chance = 0.0
+
+    def use_draft(self, draft: DraftModel) -> None:
+        """Draft the tokens that steps leave to the executor with this model."""
+        self._draft = draft
+
+    def accept_by_chance(self, chance: float) -> None:
+        """Accept drafts with this probability, whatever the model says: to measure speed with random weights."""
+        self._coin, self._chance = np.random.default_rng(0), chance
 
     @torch.inference_mode()
     def use_graphs(self, scratch_block: int) -> None:
         """Capture steps as CUDA graphs and replay them; `scratch_block` is a block outside the pool."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
-        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences)
+        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences, limits.step_drafts)
         self._graphs, self._mixed = DecodeGraphs(capturer), MixedGraphs(capturer, limits.step_tokens)
         self._mixed.capture()
         self._graphs.capture()
+        if self._draft is not None:
+            self._draft.use_graphs()
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured as CUDA graphs."""
+        return self._graphs is not None
+
+    @torch.inference_mode()
+    def seconds_of_decodes(self, size: int) -> float:
+        """Time a captured step of so many decodes, on scratch rows."""
+        assert self._graphs is not None, "steps are not captured"
+        return self._graphs.seconds(size)
+
+    @torch.inference_mode()
+    def seconds_of_draft(self, size: int) -> float:
+        """Time a captured pass of the draft model over so many rows."""
+        assert self._draft is not None and self._draft.graphs is not None, "steps are not captured"
+        return self._draft.graphs.seconds(size)
 
     def launch(self, step: Step) -> Ticket:
         """Start one forward pass."""
@@ -135,7 +168,6 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _start(self, step: Step) -> Ticket:
-        assert not step.drafts, "this executor does not check drafts"
         if self._crowding is not None and self._crowding.look():
             self._crowding.apply()
         if step.saved or step.restored or step.spilled or step.loaded:
@@ -143,36 +175,59 @@ class TorchExecutor:
             self._host.move(step)
         elif step.copies:
             self._cache.copy(step.copies)
+        if self._draft is not None:
+            self._draft.copy(step)
         self._rows.update(step)
         for newcomer in step.newcomers:
             self._sampler.place(newcomer)
+            if self._draft is not None:
+                self._draft.place(newcomer)
             self._scoring.place(newcomer)
         prompt_scores: list[PromptScores] = []
+        checks: Checks | None = None
+        drafted: np.ndarray | None = None
+        places = np.array(step.masked, np.int64)
         self._decodes = self._find_decodes(step)
         if self._decodes is not None and self._graphs is not None:
             _, rows, starts, is_greedy, scored = self._decodes
             positions = starts + 1
             logits, tokens = self._graphs.run(rows, starts, self._rows.find_shared(rows, positions), is_greedy)
         else:
-            flat, rows = Flat.of(step), np.array(step.sample_rows, np.int64)
-            sampled_at = np.array(step.sampled_at, np.int64)
-            positions = flat.positions[sampled_at] + 1  # of the sampled tokens
-            logits, tokens, prompt_scores = self._read(flat, sampled_at, rows, positions)
+            # Scores of prompts are found by the number of their slice.
+            is_split = self._is_cuda and bool(step.drafts) and not self._scoring.reads_prompts(np.array(step.rows))
+            flat, samples = Flat.of(step, checks_as_decodes=is_split), samples_of(step)
+            if step.drafts:
+                samples, checks = checks_of(step)
+                places = np.flatnonzero(np.isin(samples.number, places))
+            rows, positions = samples.rows, flat.positions[samples.at] + 1  # of the sampled tokens
+            if checks is not None:
+                drafted = self._write_drafts(step, checks, positions[checks.places])
+            logits, tokens, prompt_scores = self._read(flat, samples.at, rows, positions)
             if not rows.size:
                 return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
         # Copies of the raw logits: the sampler changes logits by penalties and temperature.
         raw = logits[self._to_device(scored)] if scored.size else None
-        places = np.array(step.masked, np.int64)
-        own = logits[self._to_device(places)] if step.masked else None
+        own = logits[self._to_device(places)] if places.size else None
         if tokens is None:
             tokens = self._sampler.sample(logits, rows, positions)
             self._rows.put(rows, positions, tokens)
         if own is not None:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
-            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, masked)
+            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores)
+        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores, checks, drafted)
+
+    def _write_drafts(self, step: Step, checks: Checks, positions: np.ndarray) -> np.ndarray | None:
+        """Write a step's drafts to their rows and positions; return those that the draft model chose."""
+        if self._draft is None:
+            self._rows.put_at(*to_device(self._device, checks.rows, positions, checks.wanted[checks.places]))
+            return None
+        counts = np.array([len(tokens) for _, tokens in step.drafts])
+        firsts = np.cumsum(counts) - counts
+        self._draft.draft(checks.rows[firsts], positions[firsts] - 1, counts)
+        where, at = to_device(self._device, checks.rows, positions)
+        return self._to_host(self._rows.tokens[where.long(), at.long()].long())
 
     def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
@@ -233,8 +288,12 @@ class TorchExecutor:
 
         If all rows are greedy and the step is captured, also their tokens, written to these rows and positions.
         """
-        self._rows.flush_changes()
         is_scored = self._scoring.reads_prompts(flat.rows)
+        if self._graphs is not None and not is_scored and is_all(flat, wanted):
+            shared = self._rows.find_shared(flat.rows, flat.contexts)
+            logits, tokens = self._graphs.run(flat.rows, flat.positions, shared, self._sampler.is_greedy(rows))
+            return logits, tokens, []
+        self._rows.flush_changes()
         size = None if self._mixed is None or is_scored else self._mixed.size_for(flat, wanted.size)
         if self._mixed is not None and size is not None:
             shared = self._rows.find_shared(flat.rows[: flat.decodes], flat.contexts[: flat.decodes])
@@ -265,8 +324,18 @@ class TorchExecutor:
             for place, entry in zip(places, entries, strict=True):
                 logprobs[place] = entry
         prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
-        failed = [place for place, token in enumerate(tokens) if token == NO_TOKEN] if NO_TOKEN in tokens else []
-        return StepResult(tokens, logprobs, prompts or None, failed)
+        counts = None
+        if ticket.checks is not None:
+            if ticket.drafted is not None:
+                ticket.checks.wanted[ticket.checks.places] = ticket.drafted
+            kept, counts = ticket.checks.accepted(tokens, self._coin, self._chance)
+            tokens = [tokens[place] for place in kept]
+            logprobs = logprobs and [logprobs[place] for place in kept]
+        failed: list[int] = []
+        if NO_TOKEN in tokens:
+            numbers = range(len(tokens)) if counts is None else np.repeat(np.arange(len(counts)), counts).tolist()
+            failed = [number for number, token in zip(numbers, tokens, strict=True) if token == NO_TOKEN]
+        return StepResult(tokens, logprobs, prompts or None, failed, counts)
 
     def _score_prompts(self, flat: Flat, hidden: torch.Tensor) -> list[PromptScores]:
         """Return the log-probabilities of prompt tokens, each predicted by the token before it."""
@@ -302,3 +371,8 @@ class TorchExecutor:
         event = self._events.pop() if self._events else torch.Event(self._device)
         event.record()  # torch.cuda.Event would first look up the stream, in Python
         return event
+
+
+def is_all(flat: Flat, wanted: np.ndarray) -> bool:
+    """Whether a batch has slices of a single token alone, each with a sample: decodes, or checks laid out as such."""
+    return flat.is_decodes and np.array_equal(wanted, np.arange(flat.rows.size))

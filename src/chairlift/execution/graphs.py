@@ -7,6 +7,7 @@ between two sizes is padded with a scratch row, which no sequence has.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import cycle
@@ -105,14 +106,14 @@ class Captured(NamedTuple):
 class Capturer:
     """Captures the steps of one engine, all in one memory pool."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int, drafts: int = 0) -> None:
         self.decoder, self.cache, self.rows = decoder, cache, rows
-        self.max_sequences = max_sequences
+        self.max_samples = max_sequences + drafts  # tokens that a step samples
         self.scratch = max_sequences  # row of the padding
         # With several ranks the tokens are chosen after the captured step: rank 0 sends them to the others.
         self.chooses = decoder.group is None
         config = decoder.config
-        self._logits = torch.empty(max_sequences, config.vocab_size, dtype=config.dtype, device=decoder.device)
+        self._logits = torch.empty(self.max_samples, config.vocab_size, dtype=config.dtype, device=decoder.device)
         self._pool: Any = None
 
     def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]) -> Captured:
@@ -141,7 +142,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, capturer: Capturer) -> None:
-        most = capturer.max_sequences
+        most = capturer.max_samples
         self._capturer = capturer
         self._sizes = [size for size in LADDER if size < most] + [most]
         self._changes = most * capturer.rows.groups  # of block tables that a step has room for
@@ -182,6 +183,18 @@ class DecodeGraphs:
         if count == size:
             return logits, tokens
         return logits[:count], None if tokens is None else tokens[:count]
+
+    def seconds(self, size: int) -> float:
+        """Time a step of so many decodes, on scratch rows."""
+        rows, positions = np.full(size, self._capturer.scratch), np.zeros(size, np.int64)
+        took = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            start = time.monotonic()
+            self.run(rows, positions, None, True)
+            torch.cuda.synchronize()
+            took.append(time.monotonic() - start)
+        return min(took)
 
     def _capture(self, size: int, shares: bool, is_greedy: bool) -> None:
         self._inputs.clear()

@@ -87,11 +87,11 @@ class MixedGraphs:
         return logits[: wanted.size], None if tokens is None else tokens[: wanted.size]
 
     def _decodes(self, size: int) -> int:
-        return min(self._capturer.max_sequences, size - 2)  # the prompt has at least two tokens
+        return min(self._capturer.max_samples, size - 2)  # the prompt has at least two tokens
 
     def _capture(self, size: int, shares: bool) -> None:
         if size not in self._inputs:
-            capturer, slices = self._capturer, min(self._capturer.max_sequences, size)
+            capturer, slices = self._capturer, min(self._capturer.max_samples, size)
             shapes: dict[str, tuple[int, ...]] = {"rows": (size,), "positions": (size,)}
             shapes |= dict.fromkeys(("slices", "contexts", "wanted", "wanted_contexts"), (slices,))
             shapes |= dict.fromkeys(("sampled_rows", "sampled_positions"), (slices,))

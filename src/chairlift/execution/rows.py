@@ -24,10 +24,27 @@ class Flat(NamedTuple):
     positions: np.ndarray  # [tokens]
     decodes: int  # slices of a single token before the first longer one
 
+    @property
+    def is_decodes(self) -> bool:
+        """Whether all slices are of a single token."""
+        return self.decodes == self.rows.size
+
     @staticmethod
-    def of(step: Step) -> Flat:
-        """Lay out the slices of a step."""
+    def of(step: Step, *, checks_as_decodes: bool = False) -> Flat:
+        """Lay out the slices of a step; with `checks_as_decodes`, each token of a check of drafts as a slice.
+
+        A GPU's decode kernels divide long contexts among programs, and steps of decodes alone are captured.
+        """
         rows, begins, counts = np.array(step.rows), np.array(step.starts), np.array(step.counts)
+        if checks_as_decodes and step.drafts:
+            # Decodes are before checks in a plan, and checks before prompts.
+            cut = int(np.searchsorted(np.cumsum(counts), step.sampled_at[step.drafts[-1][0]])) + 1
+            whole = counts.copy()
+            whole[:cut] = 1
+            parts = np.where(np.arange(counts.size) < cut, counts, 1)
+            owner = np.repeat(np.arange(rows.size), parts)
+            offset = np.arange(owner.size) - np.repeat(np.cumsum(parts) - parts, parts)
+            rows, begins, counts = rows[owner], begins[owner] + offset, whole[owner]
         starts = np.zeros(rows.size + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         owner = np.repeat(np.arange(rows.size), counts)

@@ -72,6 +72,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 128001,
     },
 }
+# A draft model for Llama 3.1's vocabulary, to measure speculation with random weights.
+SHAPES["qwen3-0.6b-128k"] = {**SHAPES["qwen3-0.6b"], "vocab_size": 128256, "eos_token_id": 128001}
 
 
 def config_alone(model: str) -> dict[str, Any]:

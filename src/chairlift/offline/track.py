@@ -54,9 +54,13 @@ class Track:
     ) -> bool:
         """Read an event of a sequence; return whether its text has a stop string, so that the engine must stop it."""
         if not self._reads_each_token and (tokens or reason is not None):
+            if reason is None and sequence.is_done:
+                return False  # a step brought several tokens: the event of its last one, with the reason, follows
             # All tokens since the last event that was read here, not only this event's: each is read once.
             tokens = self._reader.unread(sequence.index, sequence.tokens, sequence.prompt_length)
-        update = Update(sequence.index, tokens, reason, scores, prompt_scores, error, sequence.started, sequence.cached)
+        drafts = (sequence.drafted, sequence.accepted) if sequence.drafted else None
+        admitted = sequence.started, sequence.cached
+        update = Update(sequence.index, tokens, reason, scores, prompt_scores, error, *admitted, drafts)
         chunk = self._reader.read(update, now)
         if reason in _CUT_SHORT and (not sequence.is_forked or sequence.is_search):
             self._reader.end(reason, error, now)  # the other answers have no sequences of their own to report

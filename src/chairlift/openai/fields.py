@@ -17,7 +17,6 @@ IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        "prediction",  # makes OpenAI's answer faster, not different
         *("stream", "stream_options"),
         # vLLM's
         *("stream_interval", "session_id"),

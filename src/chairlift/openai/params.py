@@ -68,7 +68,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 _READ = frozenset({*FIELDS, *READ_APART, *structured.FIELDS, "model", "max_completion_tokens"})
 _CHAT = frozenset(
     {
-        *("messages", "top_logprobs", "reasoning_effort", "include_reasoning"),
+        *("messages", "top_logprobs", "reasoning_effort", "include_reasoning", "prediction"),
         *("max_thinking_tokens", "thinking_token_budget"),
         *("tools", "tool_choice", "parallel_tool_calls"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -150,6 +150,26 @@ def read_suffix(body: Body, prompts: list[str | list[int]]) -> str:
     if suffix and not all(isinstance(prompt, str) for prompt in prompts):
         raise RequestError("suffix needs a prompt that is text: send the prompt as a string, or leave suffix out")
     return suffix
+
+
+def read_prediction(body: Body) -> str:
+    """Read the text that the client expects much of the answer to be, or "".
+
+    >>> read_prediction({"prediction": {"type": "content", "content": "def f():"}})
+    'def f():'
+    """
+    prediction = get(body, "prediction", "an object")
+    if prediction is None:
+        return ""
+    content = prediction.get("content")
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
+    if prediction.get("type") != "content" or not all(isinstance(text, str) for text in texts):
+        raise RequestError(
+            f'prediction is {reprlib.repr(prediction)}: use {{"type": "content", "content": ...}} with a string or '
+            "text parts"
+        )
+    return "".join(map(str, texts))
 
 
 def _read(body: Body, logprobs: int | None, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:

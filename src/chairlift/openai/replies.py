@@ -127,7 +127,7 @@ def echoed(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Count prompt tokens, those of them found in the prefix cache, and output tokens, of all best_of answers."""
+    """Count prompt tokens, those found in the prefix cache, output tokens of all best_of answers, and drafts."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.metrics.output_tokens for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -137,8 +137,15 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    details = {}
     if any(output.thinking is not None for output in outputs):
-        found["completion_tokens_details"] = {"reasoning_tokens": sum(map(_reasoning_tokens, outputs))}
+        details["reasoning_tokens"] = sum(map(_reasoning_tokens, outputs))
+    if drafted := sum(output.num_drafted_tokens for output in outputs):
+        accepted = sum(output.num_accepted_tokens for output in outputs)
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
+    if details:
+        found["completion_tokens_details"] = details
     return found
 
 

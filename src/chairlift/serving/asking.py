@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
@@ -20,6 +22,7 @@ from chairlift.openai.params import (
     get,
     read_chat_params,
     read_completion_params,
+    read_prediction,
     read_prompts,
     read_suffix,
     read_template_options,
@@ -81,7 +84,8 @@ class Reader:
         params, use, budget = read_chat_params(body, self.defaults), read_tools(body), read_thinking(body)
         shows_reasoning = get(body, "include_reasoning", "true or false") is not False
         self._require_for_words(params)
-        encoded = await self._encode(self.chat_job(body, room_of(hello, params), params.bad_words, use), attend)
+        job = self.chat_job(body, room_of(hello, params), params.bad_words, use)
+        encoded = await self._encode(msgspec.structs.replace(job, prediction=read_prediction(body)), attend)
         try:
             [asked] = self._ask([(None, encoded.prompts[0])], encoded.words, params, hello)
         except ContextLengthError as error:
@@ -96,6 +100,7 @@ class Reader:
                 grammar=await self._grammar(structured, attend),
                 thinking=family.thinking(tokenizer, encoded.is_open, encoded.is_closed, budget),
                 form=form.opened(encoded.is_open),
+                prediction=encoded.prediction,
             )
         ]
 

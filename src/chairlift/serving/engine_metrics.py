@@ -7,6 +7,7 @@ from math import nan
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.serving.families import Families
 from chairlift.serving.messages import Stats
 
@@ -24,14 +25,16 @@ class EngineMetrics:
         self._labels = labels = (model, replica)
         self._is_shared = families.is_shared
         self._up = self._has_been_up = self._hears_engine = False
-        # With several processes, a replacement must not count again what its predecessor counted.
-        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * 14
 
         self._running = self._gauge("num_requests_running", "Sequences in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Sequences in the queue.")
         self._kv = self._gauge("kv_cache_usage_perc", "Share of KV blocks that running sequences hold, 1 is all.")
         self._kv_cached = self._gauge("kv_cache_cached_perc", "Share of KV blocks that are only cached, 1 is all.")
         returns = self._family("prefix_cache_returns", "KV blocks copied back to the device, by tier.", "tier")
+        drafts = (
+            self._family("spec_decode_num_draft_tokens_per_pos", "Draft tokens checked, by position.", "position"),
+            self._family("spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position.", "position"),
+        )
         self._engine_counters = (
             self._counter("requests_submitted", "Requests that reached the engine."),
             self._counter("requests_finished", "Requests that the engine finished."),
@@ -46,7 +49,11 @@ class EngineMetrics:
             self._counter("prefix_cache_evictions", "KV blocks evicted from the prefix cache."),
             self._counter("prefix_cache_copies", "KV blocks copied from the prefix cache for a partial hit."),
             *(returns.labels(*labels, tier) for tier in ("host", "disk")),
+            self._counter("spec_decode_num_drafts", "Checks of draft tokens: slices of more than a token in a decode."),
+            *(family.labels(*labels, str(place + 1)) for family in drafts for place in range(MAX_DRAFTS)),
         )
+        # With several processes, a replacement must not count again what its predecessor counted.
+        self._totals: tuple[int, ...] | None = None if self._is_shared else (0,) * len(self._engine_counters)
         waits = self._gauges("num_requests_waiting_by_reason", "Sequences in the queue, by blocking reason.", "reason")
         self._waits = {reason: waits.labels(*labels, reason or NOT_PLANNED) for reason in ("", *WAITS)}
         self._wait = self._waits[""]
@@ -90,7 +97,9 @@ class EngineMetrics:
             self._policy = s.policy
         counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)  # in the order that _lose_engine expects
         cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks, s.from_host, s.from_disk)
-        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache)
+        none = (0,) * MAX_DRAFTS
+        drafts = (s.checks, *(s.drafted or none), *(s.accepted or none))
+        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache, *drafts)
         if totals != self._totals:
             self._count_up(totals)
 

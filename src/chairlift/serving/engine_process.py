@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from chairlift.core.constraint import Constraint, Reasoning
+from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.explain import explain
 from chairlift.core.plan import Event, Outcome, StepPlan
@@ -254,6 +255,8 @@ class EngineLoop:
         count, pool, memory = scheduler.counters, scheduler.pool, scheduler.memory
         cache = memory.prefix_cache
         from_host, from_disk = (*(cache.returns if cache is not None else []), 0, 0)[:2]
+        speculation = scheduler.planner.speculation
+        drafts = None if speculation is None else speculation.counts
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -277,6 +280,9 @@ class EngineLoop:
             copied_blocks=memory.copied,
             from_host=from_host,
             from_disk=from_disk,
+            checks=0 if drafts is None else drafts.checks,
+            drafted=() if drafts is None else tuple(drafts.drafted),
+            accepted=() if drafts is None else tuple(drafts.accepted),
             correlation=scheduler.predictor.correlation,
             # One entry per tenant with requests. A copy, because these stats are compared with the next.
             service=scheduler.policy.service_of_tenants(),
@@ -311,6 +317,7 @@ def as_request(name: str, order: Submit, constraint: Constraint | None = None) -
         salt=order.salt,
         endpoint=order.endpoint,
         constraint=constraint,
+        prediction=tuple(order.prediction),
     )
 
 
@@ -323,8 +330,9 @@ def _reason(event: Event) -> str | None:
 def as_update(key: int, event: Event) -> AnswerUpdate:
     """Convert a core event to an update message."""
     sequence = event.sequence
-    # A beam search has all its tokens before it reports the first.
-    is_first = len(sequence.tokens) == sequence.prompt_length + 1 or sequence.is_search
+    # A step may bring several tokens, each with an update, and a beam search has all its tokens before it reports the
+    # first: so all updates that may be the first say when it was admitted.
+    is_first = len(sequence.tokens) <= sequence.prompt_length + 1 + MAX_DRAFTS or sequence.is_search
     return AnswerUpdate(
         key,
         sequence.index,
@@ -337,6 +345,7 @@ def as_update(key: int, event: Event) -> AnswerUpdate:
         if event.prompt_logprobs is None
         else PromptScores(event.prompt_logprobs.start, msgspec.Raw(messages.encode(event.prompt_logprobs.entries))),
         event.error,
+        (sequence.drafted, sequence.accepted) if sequence.drafted else None,
     )
 
 

@@ -42,6 +42,7 @@ class Asked:
     grammar: str = ""
     thinking: Thinking | None = None  # how the answers' reasoning begins and ends, if the model reasons
     form: MessageFormat = PLAIN
+    prediction: list[int] = field(default_factory=list)  # tokens that the answer may repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Generation:
             thinking=asked.thinking
             if asked.grammar or (asked.thinking and asked.thinking.budget is not None)
             else None,
+            prediction=asked.prediction,
         )
         self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
         if not self._has_ended:  # the engine may have ended while the previous prompt was sent
@@ -129,7 +131,9 @@ class Generation:
             return
         is_plain = update.finish_reason is None and update.logprobs is None and update.prompt_logprobs is None
         if is_plain and update.token is not None:  # nearly every update
-            text_update = Update(update.index, (update.token,), None, (), None, None, update.started, update.cached)
+            text_update = Update(
+                update.index, (update.token,), None, (), None, None, update.started, update.cached, update.drafts
+            )
         else:
             text_update = self._text_update(update)
         chunk = self._reader.read(text_update, time.monotonic)
@@ -163,7 +167,17 @@ class Generation:
                 self._prompt_scores.append((packed.start, bytes(packed.entries)))
         tokens = () if update.token is None else (update.token,)
         reason = None if update.finish_reason is None else FinishReason(update.finish_reason)
-        return Update(update.index, tokens, reason, scores, prompt_scores, update.error, update.started, update.cached)
+        return Update(
+            update.index,
+            tokens,
+            reason,
+            scores,
+            prompt_scores,
+            update.error,
+            update.started,
+            update.cached,
+            update.drafts,
+        )
 
     def part(self) -> OutputPart:
         """Return the prompt and its answers, for a reply that is not streamed."""
@@ -185,6 +199,7 @@ class Generation:
             output.metrics.output_tokens,
             output.num_cached_tokens,
             None if params.prompt_logprobs is None else self._prompt_scores,
+            (output.num_drafted_tokens, output.num_accepted_tokens),
         )
 
     def lose(self, message: str) -> None:

@@ -48,6 +48,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     # What the answer must match, in llguidance's language: checked within limits before it is sent.
     grammar: Annotated[str, Meta(max_length=1 << 21)] = ""
     thinking: Thinking | None = None  # the answer may begin with reasoning, to which the grammar does not apply
+    prediction: Annotated[list[Token], Meta(max_length=1 << 22)] = []  # tokens that the answer may repeat
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -109,11 +110,12 @@ class AnswerUpdate(msgspec.Struct, frozen=True, array_like=True):
     index: Index
     token: Token | None = None
     finish_reason: str | None = None
-    started: float | None = None  # when it was admitted to the batch; with the first token only
-    cached: int = 0  # prompt tokens found in the prefix cache; with the first token only
+    started: float | None = None  # when it was admitted to the batch; with the first tokens only
+    cached: int = 0  # prompt tokens found in the prefix cache; with the first tokens only
     logprobs: Scored | None = None
     prompt_logprobs: PromptScores | None = None
     error: str | None = None
+    drafts: tuple[int, int] | None = None  # draft tokens checked and accepted so far, if there were any
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +143,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     copied_blocks: int = 0  # for a prefix hit that ends within a block
     from_host: int = 0  # cached blocks restored from host memory
     from_disk: int = 0
+    checks: int = 0  # of draft tokens
+    drafted: tuple[int, ...] = ()  # draft tokens checked, by position
+    accepted: tuple[int, ...] = ()
     correlation: float | None = None  # of predicted and true output lengths
     policy: dict[str, float] = {}  # the scheduling policy's own numbers, by name
     service: dict[str, float] = {}  # per tenant with requests, under the fair policy

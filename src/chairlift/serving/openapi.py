@@ -201,6 +201,12 @@ _CHAT: Schema = {
         "continue_final_message": _SWITCH,
         "chat_template_kwargs": {"type": ["object", "null"]},
         "reasoning_effort": {"type": ["string", "null"]},
+        "prediction": {
+            "type": ["object", "null"],
+            "required": ["type", "content"],
+            "properties": {"type": {"const": "content"}, "content": {"type": ["string", "array"]}},
+            "description": "Text that the answer may repeat: with --speculation ngram it is drafted.",
+        },
         "tools": {"type": ["array", "null"], "items": _TOOL, "maxItems": 128},
         "tool_choice": {
             "anyOf": [

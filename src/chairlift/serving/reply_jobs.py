@@ -44,6 +44,7 @@ class OutputPart(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     cached_tokens: int
     scores: list[tuple[int, bytes]] | None  # of the prompt, per step: the position of the first entry, and the entries
+    drafts: tuple[int, int] = (0, 0)  # draft tokens checked and accepted
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -120,6 +121,8 @@ def _output(part: OutputPart, tokenizer: Tokenizer | None) -> RequestOutput:
         if part.scores is None
         else read_scores(len(part.prompt_token_ids), part.scores, tokenizer),
         num_cached_tokens=part.cached_tokens,
+        num_drafted_tokens=part.drafts[0],
+        num_accepted_tokens=part.drafts[1],
     )
 
 

@@ -48,6 +48,7 @@ class Chat(msgspec.Struct, frozen=True, array_like=True, tag=2):
     tools: list[dict[str, Any]] = []
     adds_tools: bool = False  # the template does not write tools: add them to the system message
     reasoning: ReasoningMarkers | None = None
+    prediction: str = ""  # text that the answer may repeat
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -88,6 +89,7 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=20):
     words: list[list[int]]  # bad words in token ids
     is_open: bool = False  # a chat's prompt ends inside the reasoning
     is_closed: bool = False  # a chat's prompt ends behind the reasoning
+    prediction: list[int] = []  # a chat's prediction of its answer
 
 
 def perform(job: Job, tokenizer: Tokenizer | None) -> Encoded | bytes:
@@ -119,6 +121,11 @@ def _encode(job: Encode | Chat, tokenizer: Tokenizer) -> Encoded:
     if isinstance(job, Chat):
         text = _write(job, tokenizer)
         encoded = Encoded([_prompt(text, job.room, tokenizer, special=False)], words)
+        if job.prediction:
+            # No more than a sequence can repeat; the rest would be of no use.
+            shown = job.prediction[: job.room.most * tokenizer.longest_token]
+            predicted = tokenizer.encode_batch([shown], False)[0][: job.room.most]
+            encoded = msgspec.structs.replace(encoded, prediction=predicted)
         if job.reasoning is None:
             return encoded
         is_open = opens_reasoning(text, job.reasoning)

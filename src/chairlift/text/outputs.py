@@ -91,6 +91,8 @@ class RequestOutput:
     form: MessageFormat = PLAIN  # how a conversation's answers are divided
     thinking: Thinking | None = None  # how its answers' reasoning begins and ends, if the model reasons
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at admission; set with the first token
+    num_drafted_tokens: int = 0  # draft tokens that speculation checked, and those that were accepted
+    num_accepted_tokens: int = 0
 
     @property
     def messages(self) -> list[Message]:

@@ -25,6 +25,7 @@ class Update(NamedTuple):
     error: str | None = None
     started: float | None = None  # when the sequence first entered the batch; read with the request's first token
     cached: int = 0  # prompt tokens found in the prefix cache then
+    drafts: tuple[int, int] | None = None  # of this answer: draft tokens checked and accepted so far
 
 
 class RequestReader:
@@ -43,6 +44,7 @@ class RequestReader:
         form: MessageFormat = PLAIN,
     ) -> None:
         self._n = params.n
+        self._drafts: dict[int, tuple[int, int]] = {}  # by answer
         self._tokenizer = tokenizer if params.detokenize else None
         # The engine ranks beams itself and reports the n best; other answers are ranked here, by `best`.
         count = params.n if params.use_beam_search else params.width
@@ -72,6 +74,8 @@ class RequestReader:
         reason = update.finish_reason
         if (not update.tokens and reason is None) or update.answer >= len(self._readers):
             return None  # an update of the prompt alone, or of a beam outside the n best
+        if update.drafts is not None:
+            self._count_drafts(update.answer, update.drafts)
         chunk = self._readers[update.answer].read(update.tokens, reason, update.scores, update.error)
         if chunk is None:
             return None  # tokens computed before the engine stopped the sequence
@@ -84,6 +88,12 @@ class RequestReader:
         if chunk.finish_reason is not None:
             self._finish(now)
         return chunk
+
+    def _count_drafts(self, answer: int, drafts: tuple[int, int]) -> None:
+        known = self._drafts.get(answer, (0, 0))
+        self._drafts[answer] = drafts
+        self.output.num_drafted_tokens += drafts[0] - known[0]
+        self.output.num_accepted_tokens += drafts[1] - known[1]
 
     def unread(self, index: int, tokens: list[int], prompt_length: int) -> list[int]:
         """Return the output tokens of a sequence that have not been read yet; `tokens` includes the prompt."""

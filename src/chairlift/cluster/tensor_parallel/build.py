@@ -5,7 +5,7 @@ What only several ranks need is imported for several ranks alone: a GPU box with
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Divided(Loaded):
     """Rank 0's part of a model, and the other ranks."""
 
-    ranks: Ranks
+    ranks: Ranks = field(kw_only=True)
 
 
 def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
@@ -45,7 +45,7 @@ def load_model(model: str, settings: Settings, *, progress: bool = True, ranks: 
     with ranks.ending_on_error():
         ranks.send({"load": {"model": path, "settings": flat(settings)}})
         loaded = load_found(found, settings, progress=progress, group=ranks.group)
-    return Divided(loaded.config, loaded.checkpoint, loaded.device, loaded.decoder, ranks)
+    return Divided(loaded.config, loaded.checkpoint, loaded.device, loaded.decoder, ranks=ranks)
 
 
 def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
@@ -68,6 +68,11 @@ def check(found: Found, settings: Settings) -> None:
     """Raise a SettingsError, before a process is started, for settings that several ranks cannot have."""
     count = settings.model.tensor_parallel
     of_one_rank(found.config, count)
+    if settings.scheduling.speculation != "off":
+        raise SettingsError(
+            f"tensor_parallel is {count} with speculation {settings.scheduling.speculation}, which one rank alone can "
+            "do yet: leave one of them out"
+        )
     if settings.cache.disk_cache is not None:
         raise SettingsError(
             f"tensor_parallel is {count} with a disk_cache, which only one rank has: leave disk_cache out; host_tokens "

@@ -1,0 +1,120 @@
+"""DraftModel: a small model that drafts tokens for the rows of a batch, on the device, before the model checks them.
+
+Its KV is in a cache of its own with the same block numbers: a sequence has one block table for both models, so what is
+allocated, shared and freed for one is so for the other. Which tokens of a row it has computed is counted here. What it
+lacks, after an admission, a swap or steps without drafts, it computes when it next drafts for the row. Wrong KV could
+only make worse drafts: the model checks every one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from chairlift.core.step import Newcomer, Step
+from chairlift.execution.graphs import Capturer, DecodeGraphs
+from chairlift.execution.rows import Flat, Rows
+from chairlift.execution.sampler import Sampler
+from chairlift.models.decoder import Decoder
+from chairlift.ops.batch import count_decodes
+from chairlift.ops.kv_cache import KvCache
+
+_AT_ONCE = 4096  # tokens of prompts in one pass
+
+
+class DraftModel:
+    """Drafts tokens for rows, one pass of the batch for each position."""
+
+    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, sampler: Sampler, max_sequences: int) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._rows = rows
+        self._sampler = sampler
+        self._max_sequences = max_sequences
+        self._computed = np.zeros(max_sequences, np.int64)  # tokens of each row with keys and values in the cache
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def use_graphs(self) -> None:
+        """Capture passes over a batch as CUDA graphs; twice as many tokens as rows, for drafts that were all taken."""
+        capturer = Capturer(self._decoder, self._cache, self._rows, self._max_sequences, self._max_sequences)
+        self.graphs = DecodeGraphs(capturer)
+        self.graphs.capture()
+
+    def place(self, newcomer: Newcomer) -> None:
+        """Note that a row has another sequence."""
+        self._computed[newcomer.row] = 0
+
+    def copy(self, step: Step) -> None:
+        """Copy the blocks that the step copies."""
+        if step.copies:
+            self._cache.copy(step.copies)
+
+    def draft(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Write `counts` drafts of each row behind its token at position `starts`, the last one known."""
+        known = np.minimum(self._computed[rows], starts)
+        self._read_prompts(rows, known, starts)
+        for depth in range(int(counts.max())):
+            going = counts > depth
+            own, at = rows[going], starts[going] + depth
+            if depth == 0:
+                self._first(own, known[going], at)
+            else:
+                self._pass(own, at)
+        self._computed[rows] = starts + counts
+
+    def _read_prompts(self, rows: np.ndarray, known: np.ndarray, starts: np.ndarray) -> None:
+        """Compute what is missing of long rows, up to their last two tokens."""
+        while (left := np.maximum(starts - 1 - known, 0)).any():
+            before = np.cumsum(left) - left
+            counts = np.clip(_AT_ONCE - before, 0, left)
+            some = np.flatnonzero(counts)
+            self._forward(flat_of(rows[some], known[some], counts[some]), None)
+            known += counts
+
+    def _first(self, rows: np.ndarray, known: np.ndarray, starts: np.ndarray) -> None:
+        """Compute the one or two tokens that are missing of each row, and draft behind the last."""
+        counts = starts + 1 - known
+        if (counts == 1).all():
+            self._pass(rows, starts)
+            return
+        flat = flat_of(rows, known, counts)
+        last = flat.starts[1:] - 1
+        if self.graphs is None:
+            logits = self._decoder.logits(self._forward(flat, last))
+        else:
+            found, _ = self.graphs.run(flat.rows[flat.owner], flat.positions, None, is_greedy=False)
+            logits = found[torch.from_numpy(last).to(found.device, non_blocking=True)]
+        self._choose(logits, rows, starts)
+
+    def _pass(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Draft behind one token of each row."""
+        if self.graphs is None:
+            ones = np.ones(rows.size, np.int64)
+            hidden = self._forward(flat_of(rows, positions, ones), np.arange(rows.size))
+            self._choose(self._decoder.logits(hidden), rows, positions)
+            return
+        is_greedy = self._sampler.is_greedy(rows)
+        logits, tokens = self.graphs.run(rows, positions, None, is_greedy)
+        if tokens is None:
+            self._choose(logits, rows, positions)
+
+    def _choose(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Choose as the row's own sampler will, with the same randomness: so that equal models agree."""
+        self._rows.put(rows, positions + 1, self._sampler.sample(logits, rows, positions + 1))
+
+    def _forward(self, flat: Flat, wanted: np.ndarray | None) -> torch.Tensor:
+        self._rows.flush_changes()
+        inputs, batch = self._rows.gather(flat)
+        batch.others, batch.shared = [], None  # those are of the model's layers and heads
+        asked = None if wanted is None else self._decoder.select(batch, wanted)
+        return self._decoder.forward(inputs, batch, self._cache, asked)
+
+
+def flat_of(rows: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> Flat:
+    """Lay out slices of `counts` tokens from positions `begins`."""
+    starts = np.zeros(rows.size + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    owner = np.repeat(np.arange(rows.size), counts)
+    positions = np.arange(owner.size) + (begins - starts[:-1])[owner]
+    return Flat(rows, starts, begins + counts, owner, positions, count_decodes(starts))
