@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from chairlift import LLM, SamplingParams
+from chairlift.bench.edits import EDITS
+from chairlift.core.step_times import StepTimes
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.sources import resolve
 from test_beams import beams_of_transformers, params_of
@@ -99,3 +101,15 @@ def test_answers_are_the_same_with_the_prefix_cache_and_without() -> None:
         hits = llm.engine.scheduler.counters.cached_tokens
         assert hits > 1000 if caches else hits == 0
     assert said[0] == said[1]
+
+
+def test_drafts_from_the_text_keep_the_answers_of_transformers(smollm: Any) -> None:
+    llm = LLM(progress=False, speculation="ngram", max_length=1024)
+    speculation = llm.engine.scheduler.planner.speculation
+    assert speculation is not None
+    speculation.times = StepTimes([(1, 1.0), (400, 1.0)])  # as many drafts as there are
+    messages = [[{"role": "user", "content": prompt}] for prompt in EDITS[4::5]]
+    for result in llm.chat(messages, SamplingParams(temperature=0, max_tokens=48)):
+        answer = result.outputs[0].token_ids
+        assert likeliest_after(smollm, result.prompt_token_ids, answer) == answer
+    assert sum(speculation.counts.accepted) > 40

@@ -57,7 +57,7 @@ def oracle_of(prompts: list[list[int]], answers: list[list[int]]) -> Oracle:
     return Oracle(lambda sequence: known[tuple(sequence.request.prompt)])
 
 
-FAMILIES = ["llama with grouped heads", "mistral with a window", "qwen3, tied", "gemma2", "gemma3", "phi3"]
+FAMILIES = ["llama with grouped heads", "mistral with a window", "qwen3, tied", "gemma2"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
