@@ -33,3 +33,15 @@ def no_full_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*usual)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Turn all automatic collections off inside the block."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from chairlift.engine.garbage import no_collections
 from chairlift.execution.rows import Rows
 from chairlift.execution.sharing import MOST_PARTS, HostSharedPrefixes
 from chairlift.models.decoder import Decoder
@@ -123,7 +124,8 @@ class Capturer:
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", the threads of NCCL may call CUDA meanwhile.
         mode = "global" if self.decoder.group is None else "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
+        # A collection may free the graphs of an engine that is gone, which no capture survives.
+        with no_collections(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             logits, tokens = step()
         self._pool = self._pool or graph.pool()
         return Captured(graph, logits, tokens)
