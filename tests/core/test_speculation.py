@@ -174,6 +174,17 @@ def test_only_steps_without_prompts_teach_times() -> None:
     assert speculation.times.seconds(1) > 1.0
 
 
+def test_what_a_step_with_drafts_takes_beyond_its_check_is_the_price_of_the_draft_model() -> None:
+    times, passes = StepTimes([(1, 1.0), (400, 1.0)]), StepTimes([(1, 0.1), (400, 0.1)])
+    speculation = Speculation(Endless(), times, draft_times=passes)
+    [one] = sequences(1)
+    step = StepPlan(sequences=[one], counts=[3], samples=[one], tokens=3, drafts=[(0, [1, 2])])
+    for _ in range(50):
+        speculation.observe_step(step, 2.0)
+    assert times.seconds(3) == 1.0
+    assert passes.seconds(1) == pytest.approx(0.5, rel=0.05)  # two passes
+
+
 def test_an_overlapped_engine_seldom_collects_early_where_nothing_is_worth_it() -> None:
     speculation = make([(1, 1.0), (101, 2.0)])
     [one] = sequences(1)

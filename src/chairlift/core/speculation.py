@@ -188,7 +188,13 @@ class Speculation:
             return
         if drafts:
             deepest = max(len(tokens) for _, tokens in step.drafts)
-            seconds -= self._drafting(len(step.drafts), deepest) + self.early_seconds
+            seconds -= self.early_seconds
+            if self._draft_times is not None:
+                # Steps without drafts tell what a check takes. What is beyond that, the host's work between the passes
+                # of the draft model included, is the price of drafting.
+                self._draft_times.learn(len(step.drafts), (seconds - self.times.seconds(step.tokens)) / deepest)
+                return
+            seconds -= self._drafting(len(step.drafts), deepest)
         self.times.learn(step.tokens, seconds)
 
     def observe_early(self, seconds: float) -> None:
