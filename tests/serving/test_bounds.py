@@ -461,7 +461,7 @@ def owns(pid: int, folder: Path) -> bool:
     return any(f"socket:[{line[6]}]" in held for line in lines)
 
 
-@pytest.mark.parametrize("n", [16, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (16, 64))])
 def test_an_http_process_that_stands_still_holds_up_little_memory_and_is_told_what_it_missed(
     tiny_model: Path, n: int
 ) -> None:

@@ -21,6 +21,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.core.speculation import Drafted, Speculation
+from chairlift.core.words import counted
 from chairlift.engine.engine import Engine
 from chairlift.execution.build import assemble, load_model
 from chairlift.offline.llm import LLM
@@ -68,7 +69,7 @@ def run(engine: Engine, prompts: Iterable[list[int]], output: int) -> tuple[int,
             steps += 1
             start = engine.clock.now() if steps > _WARM else None
     if start is None:
-        raise ChairliftError(f"answers of {output} tokens are too short to time: raise --output")
+        raise ChairliftError(f"answers of {counted(output, 'token')} are too short to time: raise --output")
     return tokens, engine.clock.now() - start
 
 
@@ -99,7 +100,7 @@ def measure_sizes(
         drafted: dict[str, Drafted] = {}
         for number in range(repeat + 1):
             for way in found:
-                notice(f"{size} sequences, {way}, run {number} of {repeat}")
+                notice(f"{counted(size, 'sequence')}, {way}, run {number} of {repeat}")
                 set_way(engine, speculation, way)
                 tokens, seconds = run(engine, prompts, output)
                 drafted[way] = speculation.counts
