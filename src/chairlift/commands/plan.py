@@ -70,6 +70,7 @@ def plan(
 
     It tries chips, devices per copy, formats, policies and replicas, on all cores, and prints ready command lines.
     """
+    from chairlift.core.settings import Settings
     from chairlift.costs.shape import shape_of
     from chairlift.simulation.planning import candidates, search
     from chairlift.simulation.workers import started
@@ -85,6 +86,8 @@ def plan(
         (bits, kind) for bits in _numbers("weight-bits", weight_bits, (16, 8, 4)) for kind in kv_dtype.split(",")
     ]
     shapes = {(bits, kind): shape_of(model, bits, kind) for bits, kind in formats}
+    for kind in kv_dtype.split(","):
+        Settings.of(kv_dtype=kind)  # an unknown one is refused here, before a process is started
     names = hardware.split(",")
     found = list(candidates(shapes, names, _numbers("tensor-parallel", tensor_parallel, range(1, 65))))
     if not found:
