@@ -72,7 +72,7 @@ def test_the_command_finds_what_holds_and_what_does_not(tmp_path: Path) -> None:
         (["--ttft-p99", "1s", "--price", "h200"], "--price is 'h200'"),
         (["--ttft-p99", "1s", "--tensor-parallel", "two"], "--tensor-parallel is 'two'"),
         (["--ttft-p99", "1s", "--hardware", "abacus"], "no hardware 'abacus'"),
-        (["--ttft-p99", "1s", "--kv-dtype", "fp3"], "kv_dtype is 'fp3'"),
+        (["--ttft-p99", "1s", "--kv-dtype", "fp3"], "--kv-dtype is 'fp3'"),
     ],
 )
 def test_wrong_options_of_a_plan_are_one_line(tmp_path: Path, options: list[str], why: str) -> None:
