@@ -46,7 +46,7 @@ class Constraint(ABC):
 
     @property
     def pending(self) -> Constraint | None:
-        """The constraint whose mask `mask` has to compute first, which may be a part of this one."""
+        """The constraint with a mask that `mask` must compute first: this one or a part of it."""
         return None
 
 

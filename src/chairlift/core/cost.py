@@ -65,7 +65,7 @@ class Cost:
 
     @property
     def knee(self) -> int:
-        """The smallest step, in tokens, whose cost per token is within 25% of the largest step's."""
+        """The smallest step, in tokens, with a cost per token within 25% of the largest step's."""
         if not self.token:
             return 0
         over = 1.25**2 - 1

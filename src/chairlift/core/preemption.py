@@ -15,7 +15,7 @@ class Preemption(Protocol):
     """Frees a running sequence's blocks so that it can run again later."""
 
     def leave(self, sequence: Sequence, pool: BlockPool) -> Moves:
-        """Free its blocks and set `computed` to the tokens whose KV is kept; return the blocks to swap out."""
+        """Free its blocks and set `computed` to the tokens with KV that is kept; return the blocks to swap out."""
         ...
 
     def resume(self, sequence: Sequence) -> Moves:

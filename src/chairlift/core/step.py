@@ -57,7 +57,7 @@ class Step:
     # forks is sampled once for each sibling. The token's position is one behind that of the flat batch's token.
     sample_rows: list[int] = field(default_factory=list)
     sampled_at: list[int] = field(default_factory=list)
-    # Samples whose token the executor may choose only when it gets their masks, by number.
+    # Numbers of the samples that the executor may choose a token for only when it gets their masks.
     masked: list[int] = field(default_factory=list)
     # Draft tokens to check, as (number of the sample, tokens). The sample's slice ends with these tokens, which stand
     # behind the sequence's last known token; its result is the drafts that were accepted and one token more.

@@ -17,6 +17,8 @@ _ATTENTION = 0.46  # of the dense FLOP rate, by the attention of prompts
 _LAYER = 16.5e-6  # seconds of a layer's attention, norms and rotation beyond their bytes, in a captured step
 _LATENCY = 24e-6  # seconds of a layer's matrix products, however small; one row has faster kernels
 _SAMPLE_PASSES = 4  # times that the logits of a sample are written or read
+_REDUCE = 10e-6  # seconds of an all-reduce of few bytes: assumed, not measured
+_ACTIVATIONS = 20  # vectors of the hidden size per token of the largest step, in 16 bits: a rough bound
 _KEPT = 0.9  # share of memory that weights and KV may use
 
 
@@ -77,19 +79,19 @@ def cost_of(shape: Shape, on: Chip, ranks: int = 1, block_size: int = 32) -> Cos
     read, products, attention = _READ * on.read * ranks, _PRODUCTS * on.flops * ranks, _ATTENTION * on.flops * ranks
     moved = 2 * 2 * shape.hidden * (ranks - 1) / ranks / on.link if ranks > 1 else 0.0  # per token and layer
     return Cost(
-        fixed=shape.layers * (_LAYER + (2 * 10e-6 if ranks > 1 else 0.0)),
+        fixed=shape.layers * (_LAYER + (2 * _REDUCE if ranks > 1 else 0.0)),
         weights=hypot((shape.layer_weights + shape.head_weights) * shape.weight_bytes / read, shape.layers * _LATENCY),
         token=2 * shape.layer_weights / products + 2 * shape.layers * moved,
         context=shape.kv_bytes / read,
         pair=4 * shape.query_width / attention,
-        sample=2 * shape.head_weights / products / 8 + _SAMPLE_PASSES * 2 * shape.vocabulary / (_READ * on.read),
+        sample=_SAMPLE_PASSES * 2 * shape.vocabulary / (_READ * on.read),
         block_copy=block_size * shape.kv_bytes / ranks / on.host,
     )
 
 
 def kv_tokens(shape: Shape, on: Chip, ranks: int = 1, step_tokens: int = 8192) -> int:
     """Return the tokens of KV that fit beside the weights; an error if not even one long request does."""
-    activations = 2 * step_tokens * shape.hidden * 20
+    activations = 2 * step_tokens * shape.hidden * _ACTIVATIONS
     free = _KEPT * on.memory - shape.bytes / ranks - activations
     fitting = int(free * ranks / shape.kv_bytes)
     if fitting < 1024:

@@ -30,7 +30,7 @@ class Grouping:
 
     block_size: int
     kv_heads: int
-    members_of_item: int  # sequences whose queries one item of attention covers
+    members_of_item: int  # sequences with queries in one item of attention
 
     def find(self, tables: np.ndarray, contexts: np.ndarray) -> HostSharedPrefixes | None:
         """Group decodes by their tables [decodes, blocks]; None if that saves too little.

@@ -43,7 +43,7 @@ _OWN = {
 
 @dataclass(slots=True)
 class Answer:
-    """A reply whose body has begun, or an error with its whole body."""
+    """A reply with the first bytes of its body, or an error with its whole body."""
 
     backend: Backend
     route: Route
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def retry_after(self) -> float:
-        """Seconds after which the server asks to retry."""
+        """Seconds of the server's Retry-After header."""
         value = self.header(b"retry-after")
         return float(value) if value.isdigit() else 1.0
 
@@ -198,7 +198,7 @@ class Forward:
             if self._read.model:
                 self._pool.lacks(self._read.model, answer.backend.name)
             return True
-        # A stream whose first event is an error: its engine ended before the first token.
+        # A stream that begins with an error event: its engine ended before the first token.
         is_error = answer.is_stream and answer.first.startswith((b'data: {"error"', b"event: error"))
         return answer.status in _BUSY or (is_error and b"service_unavailable" in answer.first)
 

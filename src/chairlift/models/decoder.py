@@ -103,7 +103,7 @@ class Decoder:
         return torch.from_numpy(x) if self.is_compiled else x
 
     def select(self, batch: Batch, chosen: np.ndarray) -> SampledTokens:
-        """Select the tokens of a batch whose last hidden states `forward` returns."""
+        """Select the tokens of a batch for which `forward` returns the last hidden states."""
         return (batch, *batch.others)[self.layout.groups[-1]].only(chosen)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

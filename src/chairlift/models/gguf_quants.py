@@ -130,7 +130,7 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 def _group_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the 8 scales and 8 minimums of a K block, unpacked from 12 bytes."""
     # Bytes 0-3 and 4-7 hold the first four scales and minimums in their low 6 bits, and in their top 2 bits the upper
-    # bits of the last four, whose lower nibbles share bytes 8-11.
+    # bits of the last four; their lower nibbles share bytes 8-11.
     first, second, shared = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, (shared & 15) | (first >> 6) << 4), dim=1)
     minimums = torch.cat((second & 63, (shared >> 4) | (second >> 6) << 4), dim=1)

@@ -17,7 +17,7 @@ _NOTHING = np.empty(0, np.float32)
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows. On the meta device torch.cat is written in Python, whose first call imports for two seconds."""
+    """Concatenate rows. On the meta device torch.cat is Python code that imports for two seconds at first."""
     first = tensors[0]
     if not first.is_meta:
         return torch.cat(list(tensors))

@@ -28,7 +28,7 @@ def pack_masks(masks: Sequence[bytes | None], vocabulary: int, *, pin: bool = Fa
 
 
 def forbid_(logits: torch.Tensor, packed: torch.Tensor) -> None:
-    """Set the logits [rows, vocabulary] of tokens whose bit is 0 to -inf."""
+    """Set the logits [rows, vocabulary] of tokens with a bit of 0 to -inf."""
     if is_fused(logits):
         from chairlift.ops import sampling_cuda
 

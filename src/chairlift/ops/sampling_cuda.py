@@ -48,7 +48,7 @@ def cutoffs(
 
 
 def forbid_(logits: torch.Tensor, packed: torch.Tensor) -> None:
-    """Set the logits of tokens whose bit in `packed` [rows, vocabulary / 8] is 0 to -inf."""
+    """Set the logits of tokens with a bit of 0 in `packed` [rows, vocabulary / 8] to -inf."""
     rows, vocabulary = logits.shape
     grid = rows, triton.cdiv(vocabulary, _TILE)
     _forbid[grid](logits, logits.stride(0), vocabulary, packed, packed.stride(0), TILE=_TILE, num_warps=4)

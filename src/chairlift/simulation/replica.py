@@ -28,7 +28,7 @@ _OWN = 1 << 29  # ids from here on name a request's own content
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a replica runs on, in the terms that the scheduler knows."""
+    """The device of a replica: step times, limits and KV capacity."""
 
     cost: Cost
     limits: Limits
@@ -148,7 +148,7 @@ class Replica:
 
 
 def make_request(number: int, query: Query, limits: Limits) -> Request:
-    """Return a request whose contents are names: equal ids where the trace says that prompts are equal."""
+    """Return a request with token ids that name contents: equal ids where the trace has equal prompts."""
     length = query.prompt_tokens
     if isinstance(query.prompt, list):
         prompt = query.prompt

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 from typing import Any
 
@@ -163,8 +162,3 @@ class Simulation:
         for replica in self.replicas:
             self.outlook.busy += replica.device.busy
             self.outlook.cached_tokens += replica.engine.scheduler.counters.cached_tokens
-
-
-def first(queries: Iterable[Query], count: int | None) -> Iterable[Query]:
-    """Return the first requests of a trace."""
-    return queries if count is None else islice(queries, count)

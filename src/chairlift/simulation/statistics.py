@@ -47,11 +47,6 @@ class Histogram:
                 return min(float(_RATIO ** (bucket + 0.5)), self.most)
         return self.most
 
-    def share_within(self, limit: float) -> float:
-        """Return the share of values up to a limit; 1 if there is none."""
-        within = sum(count for bucket, count in self._buckets.items() if _RATIO ** (bucket + 0.5) <= limit)
-        return within / self.count if self.count else 1.0
-
     def summary(self, scale: float = 1.0) -> dict[str, float]:
         """Return mean, percentiles and maximum, times `scale`."""
         shares = {f"p{share}": scale * self.percentile(share) for share in (50, 90, 99)}
