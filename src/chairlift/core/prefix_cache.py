@@ -1,6 +1,6 @@
 """The prefix cache: a tree over whole blocks, found by the exact tokens that lead to them.
 
-A node is one block; the path to it from its root spells the tokens whose keys and values it and its ancestors hold.
+A node is one block; the path to it from its root spells the tokens of the keys and values in it and its ancestors.
 Each salt has its own root, so that no tenant can find another's prompts, or notice them by a faster answer.
 
 A sequence that holds a block also holds all blocks before it, and releases the last one first. So in the order in which

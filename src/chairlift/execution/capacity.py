@@ -45,7 +45,7 @@ class Capacity:
 
     @property
     def kv_tokens(self) -> int:
-        """The number of tokens with room for their KV in all layers, without regard to windows, as the setting counts."""
+        """The number of tokens that fit in all layers without regard to windows, as the setting counts."""
         return self.blocks // len(self.groups.windows) * self.block_size
 
     def __str__(self) -> str:

@@ -33,8 +33,8 @@ def add_draft_model(
     """Let an executor draft with a small model, in blocks with the numbers of the model's own."""
     if decoder.layout.windows[0] or draft.layout.windows != (0,):
         raise SettingsError(
-            f"the draft model {name} cannot be used: it and the model need layers without a sliding window, whose KV "
-            "blocks stay allocated; use speculation ngram"
+            f"the draft model {name} cannot be used: it or the model has layers with a sliding window, and both need "
+            "KV blocks that stay allocated; use speculation ngram"
         )
     blocks = draft.make_cache(cache.blocks, cache.block_size)
     executor.use_draft(DraftModel(draft, blocks, executor.rows, executor.sampler, max_sequences))

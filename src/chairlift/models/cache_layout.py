@@ -1,7 +1,7 @@
 """CacheLayout: the group of layers that each layer's KV belongs to, and its place in a block of that group.
 
 Layers with the same cache spec are in groups of equal size, so that a block of any group takes the same memory and one
-pool serves all. A group may have unused places. Models whose layers are all alike have one group of all layers.
+pool serves all. A group may have unused places. Models with equal layers have one group of all layers.
 """
 
 from __future__ import annotations

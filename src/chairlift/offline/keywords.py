@@ -24,7 +24,7 @@ _ABSENT = {
     "chat_template_content_format": "the template itself shows whether it reads strings or parts: leave it out",
     "guided_options_request": "use structured={'json': schema}",
     "lora_request": "LoRA adapters are not supported: leave it out",
-    "on_error": "a stream has one prompt, whose error is raised: leave it out",
+    "on_error": "a stream has one prompt, and its error is raised: leave it out",
     "mm_processor_kwargs": "models read text only: leave it out",
     "priority": "requests of one call are equal: leave it out",
     "progress": "a stream has no bar: leave it out",

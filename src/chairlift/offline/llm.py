@@ -177,7 +177,7 @@ class LLM:
         """Answer any number of requests; yield each with its key as soon as it ends, in any order.
 
         Requests are read from the iterable only while fewer than `window` are live (default: four full batches), so it
-        may be endless. A rejected request yields its error and does not affect the others; a request whose step failed
+        may be endless. A rejected request yields its error and does not affect the others; a request of a failed step
         has the error in its answers.
         """
         self._check_open()

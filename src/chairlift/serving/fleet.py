@@ -1,7 +1,7 @@
 """Fleet: the engines of one model as one, which the requests of an HTTP process are routed among.
 
-A request whose engine ends before its first token is sent to another engine; after that it gets an error, because its
-client may have read a part of the answer.
+A request that loses its engine before its first token is sent to another engine; after that it gets an error, because
+its client may have read a part of the answer.
 """
 
 from __future__ import annotations
