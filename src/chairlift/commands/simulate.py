@@ -118,7 +118,7 @@ def read_queries(
 
     factor, number = read_rate(rate)
     path = Path(trace)
-    if path.is_file() and path.suffix.lower() in (".csv", ".jsonl", ".json"):
+    if path.suffix.lower() in (".csv", ".jsonl", ".json"):
         found = read_trace(path)[:requests]
         return [replace(each, at=each.at / factor) for each in found] if factor else at_rate(found, number)
     if factor:
