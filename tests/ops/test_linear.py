@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from chairlift.ops.dense import Dense, linear_reference
 from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm, rms_norm_reference
-from chairlift.ops.weight import GELU_TANH, SILU, Gate, Weight
+from chairlift.ops.weight import GELU_TANH, SILU, Gate, Weight, gate_mul_reference, join_weights
 
 SHAPES = [(576, 960), (1536, 576), (100, 37), (7, 3), (513, 16)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 65]
@@ -117,6 +118,10 @@ class HalfBytes(Weight):
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return x @ (self.codes * self.scales).t()
 
@@ -130,6 +135,13 @@ class HalfBytes(Weight):
     def columns(self, first: int, last: int) -> "HalfBytes":
         return HalfBytes(self.codes[:, first:last], self.scales)
 
+    def pad(self, outputs: int) -> "HalfBytes":
+        missing = (0, 0, 0, outputs - self.codes.shape[0])
+        return HalfBytes(F.pad(self.codes, missing), F.pad(self.scales, missing))
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.codes[ids] * self.scales[ids]
+
 
 def test_another_weight_format_needs_one_class() -> None:
     gate, up, x = torch.randn(40, 32), torch.randn(40, 32), torch.randn(5, 32)
@@ -141,3 +153,17 @@ def test_another_weight_format_needs_one_class() -> None:
     assert torch.allclose(
         torch.from_numpy(layer(x.numpy(), add_to=residual.clone().numpy())) - residual, layer(x), atol=1e-5
     )
+
+
+def test_projections_of_several_formats_are_one_weight() -> None:
+    dense, halved, x = Dense(torch.randn(40, 32)), HalfBytes.of(torch.randn(24, 32)), torch.randn(5, 32)
+    both = join_weights([dense, halved])
+    assert (both.shape, both.nbytes) == ((64, 32), dense.nbytes + halved.nbytes)
+    whole = torch.cat([dense.multiply(x), halved.multiply(x)], 1)
+    assert torch.equal(both.multiply(x), whole)
+    assert torch.allclose(both.rows(30, 50).multiply(x), whole[:, 30:50], atol=1e-5)
+    parts = both.columns(0, 16).multiply(x[:, :16]) + both.columns(16, 32).multiply(x[:, 16:])
+    assert torch.allclose(parts, whole, atol=1e-5)
+    assert torch.equal(both.pad(70).multiply(x)[:, 64:], torch.zeros(5, 6))
+    assert torch.allclose(Linear(both, gate=SILU)(x), gate_mul_reference(whole, SILU), atol=1e-5)
+    assert isinstance(join_weights([halved, halved]), HalfBytes)

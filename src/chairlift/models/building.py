@@ -14,7 +14,7 @@ from chairlift.ops.group import Group
 from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
 from chairlift.ops.vocabulary import part_size
-from chairlift.ops.weight import Weight
+from chairlift.ops.weight import Weight, join_weights
 
 Parts = int | tuple[int, ...]  # outputs of a matrix, or of each projection in a matrix that stores several
 
@@ -43,7 +43,7 @@ class Take(Protocol):
         """Return the bias of a column-parallel layer, or this rank's part of it; the sizes are this rank's."""
         ...
 
-    def vocabulary(self, name: str, rows: int, width: int) -> torch.Tensor:
+    def vocabulary(self, name: str, rows: int, width: int) -> Weight:
         """Return a matrix with a row for each token, or this rank's rows of it; the sizes are the whole matrix's."""
         ...
 
@@ -72,9 +72,9 @@ class RecordingTake:
         self.parts[name] = outputs
         return self.tensor(name, total(outputs))
 
-    def vocabulary(self, name: str, rows: int, width: int) -> torch.Tensor:
+    def vocabulary(self, name: str, rows: int, width: int) -> Weight:
         """Record a rank's part of a matrix with a row for each token."""
-        return self.tensor(name, part_size(rows, self._ranks), width)
+        return Dense(self.tensor(name, part_size(rows, self._ranks), width))
 
 
 def total(outputs: Parts) -> int:
@@ -89,11 +89,9 @@ def column_linear(
 
     `around` are further arguments of Linear, such as norm and gate.
     """
-    first, *rest = (
-        take.weight(f"{prefix}{name}.weight", count, inputs, Split.OUTPUTS) for name, count in outputs.items()
-    )
+    weights = [take.weight(f"{prefix}{name}.weight", count, inputs, Split.OUTPUTS) for name, count in outputs.items()]
     biases = [take.bias(f"{prefix}{name}.bias", count) for name, count in outputs.items()] if bias else []
-    return Linear(first.join(rest), concatenate(biases) if bias else None, **around)
+    return Linear(join_weights(weights), concatenate(biases) if bias else None, **around)
 
 
 def row_linear(
@@ -105,9 +103,9 @@ def row_linear(
     return Linear(weight, own, output_norm=output_norm, reduce=None if take.group is None else take.group.sum)
 
 
-def embedding_and_head(config: ModelConfig, take: Take, norm: Norm) -> tuple[torch.Tensor, Linear]:
+def embedding_and_head(config: ModelConfig, take: Take, norm: Norm) -> tuple[Weight, Linear]:
     """Return the embedding and the head, which includes the norm before it; each rank has a part of the vocabulary."""
     size, hidden = config.vocab_size, config.hidden_size
     embedding = take.vocabulary("model.embed_tokens.weight", size, hidden)
     output = embedding if config.tied_embeddings else take.vocabulary("lm_head.weight", size, hidden)
-    return embedding, Linear(Dense(output), norm=norm)
+    return embedding, Linear(output, norm=norm)

@@ -16,6 +16,8 @@ from chairlift.models.safetensors_file import SafetensorsFile
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.ops.weight import Weight
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -56,6 +58,9 @@ class Checkpoint(Protocol):
         cut: Cut | None = None,
     ) -> torch.Tensor:
         """Read a tensor or a part of it; without a dtype as it is stored, or as float32 if it is quantized."""
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
+        """Read a matrix or a part of it in the format that products with it use; `dtype` is the model's."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -138,6 +143,12 @@ class SafetensorsCheckpoint:
         stored = stored if cut is None else cut.of(stored)  # the other pages of the mapped file are not touched
         self.read_bytes += stored.nbytes
         return stored.to(device=device, dtype=dtype)
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
+        """Read a matrix or a part of it."""
+        from chairlift.ops.dense import Dense
+
+        return Dense(self.tensor(name, dtype, device, cut=cut))
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:
@@ -240,6 +251,12 @@ class GgufCheckpoint:
         stored = None if plain is None else getattr(torch, plain)
         weights = self._file.read(gguf_name, dtype or stored, device, cut)
         return hf_layout(weights, gguf_name, self.config)
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
+        """Read a matrix or a part of it, dequantized."""
+        from chairlift.ops.dense import Dense
+
+        return Dense(self.tensor(name, dtype, device, cut=cut))
 
     def _gguf_name(self, name: str) -> str:
         if name not in self._gguf_names:

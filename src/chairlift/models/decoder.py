@@ -17,6 +17,7 @@ from chairlift.ops.group import Group
 from chairlift.ops.kv_cache import KvCache, bytes_per_token
 from chairlift.ops.linear import Linear
 from chairlift.ops.vocabulary import embed, join_logits
+from chairlift.ops.weight import Weight
 
 
 class Decoder:
@@ -25,7 +26,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: torch.Tensor,
+        embedding: Weight,
         head: Linear,
         blocks: list[Block],
         *,
@@ -40,9 +41,9 @@ class Decoder:
         self.head = head  # including the norm before it
         self.layout = CacheLayout.of(self.specs)
         self.device = embedding.device
-        self.is_compiled = embedding.device.type == "cpu" and embedding.dtype == torch.float32
+        self.is_compiled = self.device.type == "cpu" and config.dtype == torch.float32
         # Rounded to the model's dtype before it multiplies, as in Gemma.
-        self._scale = None if embedding_scale is None else float(torch.tensor(embedding_scale, dtype=embedding.dtype))
+        self._scale = None if embedding_scale is None else float(torch.tensor(embedding_scale, dtype=config.dtype))
         self._logit_cap = logit_cap
 
     def prepare(self, max_length: int) -> None:

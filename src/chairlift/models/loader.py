@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from chairlift.core.errors import ModelError
 from chairlift.models.building import Parts, Split
@@ -34,6 +33,10 @@ class TensorSource(Protocol):
         """Read a tensor or a part of it, in `dtype` if given."""
         ...
 
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
+        """Read a matrix or a part of it in the format that products with it use; `dtype` is the model's."""
+        ...
+
 
 class RandomTensors:
     """Random weights of the config's shapes, for measuring speed."""
@@ -57,6 +60,10 @@ class RandomTensors:
             return torch.ones(shape, dtype=dtype, device=self._device)
         whole = torch.empty(shape, dtype=dtype, device=self._device).normal_(0, 0.02, generator=self._generator)
         return whole if cut is None else cut.of(whole).clone()  # a view would keep the whole tensor in memory
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
+        """Return a dense matrix."""
+        return Dense(self.tensor(name, dtype, cut=cut).to(device))
 
 
 class LoadingTake:
@@ -82,20 +89,20 @@ class LoadingTake:
     def weight(self, name: str, outputs: Parts, inputs: int, split: Split) -> Weight:
         """Return a matrix, or this rank's part of it."""
         if split is Split.OUTPUTS or self.group is None:
-            return Dense(self._read(name, self._rows(name, outputs)))
-        return Dense(self._read(name, columns_of_rank(inputs, self.group.rank)))
+            return self._read_weight(name, self._rows(name, outputs))
+        return self._read_weight(name, columns_of_rank(inputs, self.group.rank))
 
     def bias(self, name: str, outputs: Parts) -> torch.Tensor:
         """Return a bias, or this rank's part of it."""
         return self._read(name, self._rows(name, outputs))
 
-    def vocabulary(self, name: str, rows: int, width: int) -> torch.Tensor:
+    def vocabulary(self, name: str, rows: int, width: int) -> Weight:
         """Return a matrix with a row for each token, or this rank's rows, padded to the size of every rank's part."""
         if self.group is None:
-            return self._read(name, None)
+            return self._read_weight(name, None)
         count = part_size(rows, self.group.size)
         first, last = (min(rows, count * number) for number in (self.group.rank, self.group.rank + 1))
-        return F.pad(self._read(name, Cut(0, ((first, last),))), (0, 0, 0, count - (last - first)))
+        return self._read_weight(name, Cut(0, ((first, last),))).pad(count)
 
     def _rows(self, name: str, outputs: Parts) -> Cut | None:
         if self.group is None:
@@ -106,6 +113,11 @@ class LoadingTake:
         tensor = self._source.tensor(name, dtype or self._dtype, cut=cut)
         self._progress(tensor.nbytes)
         return tensor.to(self._device)
+
+    def _read_weight(self, name: str, cut: Cut | None) -> Weight:
+        weight = self._source.weight(name, self._dtype, self._device, cut=cut)
+        self._progress(weight.nbytes)
+        return weight
 
 
 def load_decoder(

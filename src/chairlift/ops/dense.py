@@ -40,6 +40,11 @@ class Dense(Weight):
         """Bytes that one product reads."""
         return self.tensor.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        """The device that the matrix is on."""
+        return self.tensor.device
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
         return F.linear(x, self.tensor)
@@ -55,6 +60,15 @@ class Dense(Weight):
     def columns(self, first: int, last: int) -> Dense:
         """Return inputs first..last."""
         return Dense(self.tensor[:, first:last].contiguous())
+
+    def pad(self, outputs: int) -> Dense:
+        """Return the matrix with rows of zeros after its own, `outputs` rows in all."""
+        missing = outputs - self.tensor.shape[0]
+        return Dense(F.pad(self.tensor, (0, 0, 0, missing))) if missing else self
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return some rows, as an embedding does."""
+        return F.embedding(ids, self.tensor)
 
     def prepare(self, fused: Fused) -> Product:
         """Return the product that a linear layer runs."""

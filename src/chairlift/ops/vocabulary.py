@@ -6,9 +6,9 @@ The last part is padded with zeros if the vocabulary does not divide.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from chairlift.ops.group import Group
+from chairlift.ops.weight import Weight
 
 
 def part_size(vocabulary: int, ranks: int) -> int:
@@ -16,13 +16,13 @@ def part_size(vocabulary: int, ranks: int) -> int:
     return -(-vocabulary // ranks)
 
 
-def embed(tokens: torch.Tensor, table: torch.Tensor, group: Group | None) -> torch.Tensor:
+def embed(tokens: torch.Tensor, table: Weight, group: Group | None) -> torch.Tensor:
     """Return the embeddings of tokens; `table` has this rank's rows."""
     if group is None:
-        return F.embedding(tokens, table)
+        return table.lookup(tokens)
     own = tokens - group.rank * table.shape[0]
     is_elsewhere = (own < 0) | (own >= table.shape[0])
-    found = F.embedding(own.masked_fill(is_elsewhere, 0), table)
+    found = table.lookup(own.masked_fill(is_elsewhere, 0))
     # One rank adds the embedding and the others add zeros: the sum is exact.
     summed: torch.Tensor = group.sum(found.masked_fill(is_elsewhere[:, None], 0))
     return summed

@@ -56,6 +56,11 @@ class Weight(ABC):
     def nbytes(self) -> int:
         """Bytes that one product reads."""
 
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that the matrix is on."""
+
     @abstractmethod
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
@@ -72,9 +77,78 @@ class Weight(ABC):
     def columns(self, first: int, last: int) -> Self:
         """Return inputs first..last."""
 
+    @abstractmethod
+    def pad(self, outputs: int) -> Self:
+        """Return the matrix with rows of zeros after its own, `outputs` rows in all."""
+
+    @abstractmethod
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return some rows in the model's dtype, as an embedding does."""
+
     def prepare(self, fused: Fused) -> Product:
         """Return the product that a linear layer runs."""
         return Product(self, fused)
+
+
+class Mixed(Weight):
+    """Matrices of several formats with the same inputs, one above the other."""
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of outputs and inputs."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the matrices are on."""
+        return self.parts[0].device
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ W^T."""
+        return torch.cat([part.multiply(x) for part in self.parts], dim=-1)
+
+    def join(self, others: Sequence[Mixed]) -> Mixed:
+        """Concatenate the outputs of this weight and the others."""
+        return Mixed([part for weight in (self, *others) for part in weight.parts])
+
+    def rows(self, first: int, last: int) -> Mixed:
+        """Return outputs first..last."""
+        kept, begin = [], 0
+        for part in self.parts:
+            end = begin + part.shape[0]
+            if max(first, begin) < min(last, end):
+                kept.append(part.rows(max(first, begin) - begin, min(last, end) - begin))
+            begin = end
+        return Mixed(kept)
+
+    def columns(self, first: int, last: int) -> Mixed:
+        """Return inputs first..last."""
+        return Mixed([part.columns(first, last) for part in self.parts])
+
+    def pad(self, outputs: int) -> Mixed:
+        """Return the matrices with rows of zeros after the last, `outputs` rows in all."""
+        *before, last = self.parts
+        return Mixed([*before, last.pad(outputs - sum(part.shape[0] for part in before))])
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Fail: no model has an embedding of several formats."""
+        raise NotImplementedError
+
+
+def join_weights(weights: Sequence[Weight]) -> Weight:
+    """Concatenate the outputs of weights: in their own format if it is one, else as a Mixed of their formats."""
+    first, *rest = weights
+    if not rest:
+        return first
+    return first.join(rest) if all(type(each) is type(first) for each in rest) else Mixed(weights)
 
 
 class Product:
