@@ -1,6 +1,7 @@
 """What structured output costs: decode steps with none, one and all of the sequences constrained, in turn.
 
-    python benchmarks/structured_cost.py [--model M] [--load-format dummy] [--sequences 64] [--tokens 48] [--rounds 5]
+    python benchmarks/structured_cost.py [--model M] [--load-format dummy] [--sequences 64] [--tokens 48]
+        [--rounds 5] [--worst]
 
 All answers have the same length. It prints the median time of a decode step for each, as a ratio to unconstrained ones,
 the time of a mask per sequence, and the time to compile typical schemas.
@@ -22,7 +23,7 @@ from chairlift.text.grammar import Grammars, source_of
 from schemas import corpus
 
 # Long enough that no answer ends before the step that is timed.
-LIST = {
+WORST = {
     "type": "array",
     "minItems": 200,
     "items": {
@@ -37,11 +38,26 @@ LIST = {
     },
 }
 
+# Random weights write random text, as no trained model does. Names are chosen from sentences here, so that masks are
+# those of ordinary text.
+SENTENCES = [
+    *("a grey cat that sleeps on the window sill", "a tall oak in the middle of the park", "granite from the quarry"),
+    *("an owl, seen only at night", "moss on the north side of the wall", "quartz with a vein of gold"),
+    *("the hedgehog under the porch", "a field of barley before the harvest", "salt from an old mine"),
+]
+TYPICAL = {
+    **WORST,
+    "items": {
+        **WORST["items"],
+        "properties": {**WORST["items"]["properties"], "name": {"enum": SENTENCES}},
+    },
+}
 
-def decode_steps(llm: LLM, sequences: int, constrained: int, tokens: int) -> list[float]:
+
+def decode_steps(llm: LLM, schema: dict[str, Any], sequences: int, constrained: int, tokens: int) -> list[float]:
     """Return the seconds of the steps that decode for all sequences and compute nothing else."""
     plain = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1, seed=1)
-    held = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1, seed=1, structured={"json": LIST})
+    held = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1, seed=1, structured={"json": schema})
     params = [held if place < constrained else plain for place in range(sequences)]
     times, last = [], time.perf_counter()
 
@@ -66,15 +82,17 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--worst", action="store_true", help="random text in strings of bounded length")
     chosen = parser.parse_args()
     llm = LLM(chosen.model, max_sequences=chosen.sequences, load_format=chosen.load_format, progress=False)
     parts = (0, 1, chosen.sequences)
     found: dict[int, list[float]] = {constrained: [] for constrained in parts}
-    decode_steps(llm, chosen.sequences, chosen.sequences, 8)  # compiles the grammar
+    schema = WORST if chosen.worst else TYPICAL
+    decode_steps(llm, schema, chosen.sequences, chosen.sequences, 8)  # compiles the grammar
     for _ in range(chosen.rounds):
         for constrained in parts:
             found[constrained].append(
-                statistics.median(decode_steps(llm, chosen.sequences, constrained, chosen.tokens))
+                statistics.median(decode_steps(llm, schema, chosen.sequences, constrained, chosen.tokens))
             )
     base = statistics.median(found[0])
     for constrained, times in found.items():
@@ -103,7 +121,7 @@ def time_masks(grammars: Grammars, tokenizer: Any) -> None:
     text = (
         '[{"name": "a grey cat", "kind": "animal", "size": 0.4}, {"name": "a tall oak", "kind": "plant", "size": 21},'
     )
-    first = grammars.constraint(source_of(Structured.of({"json": LIST})))
+    first = grammars.constraint(source_of(Structured.of({"json": WORST})))
     several = [first.fork() for _ in range(64)]
     alone, together = [], []
     for token in tokenizer.encode(text, add_special_tokens=False):

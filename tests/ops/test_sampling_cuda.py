@@ -166,3 +166,25 @@ def test_masks_forbid_as_in_the_reference(dtype: torch.dtype) -> None:
     forbid_reference_(expected, packed)
     sampling_cuda.forbid_(logits, packed)
     assert torch.equal(logits, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [100, VOCABULARY], ids=["one part", "several parts"])
+def test_masked_rows_are_drawn_as_from_forbidden_logits_and_written_to_their_rows(
+    dtype: torch.dtype, vocabulary: int
+) -> None:
+    logits, keys, temperature = make_logits(4, dtype, vocabulary), make_keys(4), column(0.7, 0.0, 1.0, 1.3)
+    generator = torch.Generator().manual_seed(3)
+    some = bytes(torch.randint(0, 256, (-(-vocabulary // 8),), generator=generator).tolist())
+    packed = pack_masks([some, some, None, b"\x00"], vocabulary).to(DEVICE)
+    forbidden = logits.clone()
+    forbid_reference_(forbidden, packed)
+    expected = sampling_cuda.draw(forbidden, temperature, keys, None)
+    table = torch.full((9, 50), 7, dtype=torch.int32, device=DEVICE)
+    rows, positions = (torch.tensor(each, device=DEVICE) for each in ([3, 0, 8, 5], [1, 49, 0, 20]))
+    narrow = keys.to(torch.uint32).view(torch.int32)  # as they are sent to a GPU
+    got = sampling_cuda.draw(logits, temperature, narrow, None, packed, (table, rows.int(), positions.int()))
+    assert torch.equal(got, expected)
+    assert got[3] == sampling.NO_TOKEN
+    assert torch.equal(table[rows, positions], expected.to(torch.int32))
+    assert (table == 7).sum() >= table.numel() - 4

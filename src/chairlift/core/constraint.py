@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from chairlift.core.step import Bits
+
 
 class Constraint(ABC):
     """Limits the next token of one sequence. The engine asks for the mask while the device runs the forward pass.
@@ -14,8 +16,8 @@ class Constraint(ABC):
     """
 
     @abstractmethod
-    def mask(self) -> bytes | None:
-        """Return the tokens that may come next, a bit for each id, the lowest bit of the first byte for id 0.
+    def mask(self) -> Bits | None:
+        """Return the tokens that may come next.
 
         None allows every token. Bits behind the vocabulary are ignored, and missing ones are 0.
         """
@@ -50,7 +52,7 @@ class Constraint(ABC):
         return None
 
 
-Masks = list[bytes | Exception | None]
+Masks = list[Bits | Exception | None]
 Masker = Callable[[Sequence[Constraint]], Masks]
 
 
@@ -90,7 +92,7 @@ class Reasoning(Constraint):
         if self._is_inside:
             self._force()
 
-    def mask(self) -> bytes | None:
+    def mask(self) -> Bits | None:
         """Return the mask of the part that the answer is in."""
         if self._forced:
             return _bits(self._forced[0])
@@ -154,7 +156,7 @@ class Reasoning(Constraint):
         return self._inner.pending
 
 
-def _allows(mask: bytes, token: int) -> bool:
+def _allows(mask: Bits, token: int) -> bool:
     return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
@@ -163,7 +165,7 @@ def _bits(token: int) -> bytes:
     return bytes(token // 8) + bytes([1 << token % 8])
 
 
-def _join(one: bytes, other: bytes) -> bytes:
+def _join(one: Bits, other: Bits) -> bytes:
     """Return the mask that allows what either allows."""
     size = max(len(one), len(other))
     joined = int.from_bytes(one, "little") | int.from_bytes(other, "little")

@@ -27,7 +27,7 @@ from chairlift.core.prefill import Chunked, PrefillMode
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
-from chairlift.core.step import Candidates, StepResult, TokenLogprobs
+from chairlift.core.step import Bits, Candidates, StepResult, TokenLogprobs
 
 _FINISHED = (FinishReason.STOP, FinishReason.COMPLETE, FinishReason.LENGTH)
 
@@ -159,13 +159,13 @@ class Scheduler:
             step.masked = [place for place, each in enumerate(step.samples) if each.constraint is not None]
         return step
 
-    def masks(self, step: StepPlan) -> tuple[list[bytes | None], list[Event]]:
+    def masks(self, step: StepPlan) -> tuple[list[Bits | None], list[Event]]:
         """Return the masks of a step's constrained samples, once the tokens before them are known.
 
         A sample has a mask for each of its drafts, and one for the token behind them. A constraint that fails ends its
         request: the events say so.
         """
-        masks: list[bytes | None] = []
+        masks: list[Bits | None] = []
         events: list[Event] = []
         drafts = dict(step.drafts)
         states: list[list[Constraint | None]] = []

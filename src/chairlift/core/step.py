@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from chairlift.core.params import SamplingParams
 
 Processor = Callable[[list[int], list[int], Any], Any]  # (prompt ids, output ids, logits) -> logits
+Bits = bytes | memoryview  # a mask of tokens: a bit for each id, the lowest bit of the first byte for id 0
 Moves = list[tuple[int, int]]  # blocks to copy, as (source, target)
 
 

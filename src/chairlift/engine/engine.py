@@ -10,7 +10,7 @@ from chairlift.core.errors import DeviceError, EngineFault
 from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
-from chairlift.core.step import Step, StepResult
+from chairlift.core.step import Bits, Step, StepResult
 
 log = logging.getLogger("chairlift")
 
@@ -28,7 +28,7 @@ class Executor(Protocol):
         """Start one forward pass; the step must not be read after this call."""
         ...
 
-    def choose(self, ticket: Any, masks: list[bytes | None]) -> None:
+    def choose(self, ticket: Any, masks: list[Bits | None]) -> None:
         """Choose the tokens of the step's `masked` samples; called before the next launch, if the step has any."""
         ...
 

@@ -101,7 +101,7 @@ class DraftModel:
 
     def _choose(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
         """Choose as the row's own sampler will, with the same randomness: so that equal models agree."""
-        self._rows.put(rows, positions + 1, self._sampler.sample(logits, rows, positions + 1))
+        self._sampler.sample(logits, rows, positions + 1)
 
     def _forward(self, flat: Flat, wanted: np.ndarray | None) -> torch.Tensor:
         self._rows.flush_changes()

@@ -12,7 +12,7 @@ import torch
 
 from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
-from chairlift.core.step import Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
+from chairlift.core.step import Bits, Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.checks import Checks, checks_of, samples_of
 from chairlift.execution.crowding import Crowding
 from chairlift.execution.draft_model import DraftModel
@@ -28,7 +28,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.ops.batch import to_device
 from chairlift.ops.filters import NO_TOKEN
 from chairlift.ops.kv_cache import KvCache
-from chairlift.ops.masks import forbid_, pack_masks
+from chairlift.ops.masks import pack_masks
 from chairlift.ops.triton_found import HAS_TRITON
 
 _SCORED_ROWS = 256  # prompt tokens scored at once: their logits over the whole vocabulary are in memory together
@@ -52,7 +52,7 @@ class Masked(NamedTuple):
 
     places: np.ndarray  # numbers of these tokens
     own_logits: torch.Tensor  # to choose them from, before penalties and temperature
-    tokens: torch.Tensor  # of all samples of the step
+    tokens: torch.Tensor | None  # of all samples of the step; None if all are constrained
     rows: np.ndarray
     positions: np.ndarray
     scored: np.ndarray  # numbers of the samples to score, and their logits
@@ -102,7 +102,7 @@ class TorchExecutor:
         self._sampler: Sampler | LeadingSampler | FollowingSampler = self.sampler
         if group is not None:
             follows = group.rank > 0
-            self._sampler = FollowingSampler(self._device, group) if follows else LeadingSampler(self.sampler, group)
+            self._sampler = FollowingSampler(self._rows, group) if follows else LeadingSampler(self.sampler, group)
         self._scoring = Scoring(limits.max_sequences, self._device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -208,13 +208,13 @@ class TorchExecutor:
             scored = self._scoring.find(rows)
         # Copies of the raw logits: the sampler changes logits by penalties and temperature.
         raw = logits[self._to_device(scored)] if scored.size else None
-        own = logits[self._to_device(places)] if places.size else None
-        if tokens is None:
+        own = None if not places.size else logits if places.size == rows.size else logits[self._to_device(places)]
+        if tokens is None and places.size < rows.size:
             tokens = self._sampler.sample(logits, rows, positions)
-            self._rows.put(rows, positions, tokens)
         if own is not None:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
             return Ticket(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
+        assert tokens is not None
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
         return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores, checks, drafted)
 
@@ -229,7 +229,7 @@ class TorchExecutor:
         where, at = to_device(self._device, checks.rows, positions)
         return self._to_host(self._rows.tokens[where.long(), at.long()].long())
 
-    def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+    def choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
         try:
             self._choose(ticket, masks)
@@ -237,15 +237,17 @@ class TorchExecutor:
             raise DeviceError(str(error)) from error
 
     @torch.inference_mode()
-    def _choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+    def _choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
         assert ticket.masked is not None, "no sample of this step waits for a mask"
         places, logits, tokens, rows, positions, scored, raw = ticket.masked
         ticket.masked = None
         packed = pack_masks(masks, logits.shape[1], pin=self._is_cuda)
-        forbid_(logits, packed.to(self._device, non_blocking=True))
-        chosen = self._sampler.sample(logits, rows[places], positions[places])
-        self._rows.put(rows[places], positions[places], chosen)
-        tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
+        packed = packed.to(self._device, non_blocking=True)
+        chosen = self._sampler.sample(logits, rows[places], positions[places], packed)
+        if tokens is None or places.size == rows.size:
+            tokens = chosen
+        else:
+            tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
         ticket.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
         ticket.tokens, ticket.done = self._to_host(tokens), self._record()
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from chairlift.core.step import Newcomer
+from chairlift.execution.rows import Rows
 from chairlift.execution.sampler import Sampler
 from chairlift.ops.group import Group
 
@@ -25,16 +26,18 @@ class LeadingSampler:
         """Whether a captured step may choose the tokens itself: it may not, since they must be sent."""
         return False
 
-    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return one token for each row of logits."""
-        return self._group.broadcast(self._sampler.sample(logits, rows, positions).long())
+    def sample(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return one token for each row of logits, and write it to the row."""
+        return self._group.broadcast(self._sampler.sample(logits, rows, positions, masks).long())
 
 
 class FollowingSampler:
     """The sampler of any other rank, which gets the tokens of rank 0."""
 
-    def __init__(self, device: torch.device, group: Group) -> None:
-        self._device, self._group = device, group
+    def __init__(self, rows: Rows, group: Group) -> None:
+        self._rows, self._group = rows, group
 
     def place(self, newcomer: Newcomer) -> None:
         """Ignore a sequence's parameters."""
@@ -43,6 +46,10 @@ class FollowingSampler:
         """Whether a captured step may choose the tokens itself."""
         return False
 
-    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return the tokens that rank 0 has chosen."""
-        return self._group.broadcast(torch.empty(rows.size, dtype=torch.int64, device=self._device))
+    def sample(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the tokens that rank 0 has chosen, and write them to their rows."""
+        tokens = self._group.broadcast(torch.empty(rows.size, dtype=torch.int64, device=self._rows.device))
+        self._rows.put(rows, positions, tokens)
+        return tokens

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from chairlift.core.errors import ChairliftError
-from chairlift.core.step import Step, StepResult
+from chairlift.core.step import Bits, Step, StepResult
 from chairlift.engine.engine import Executor
 
 FORMAT = "chairlift steps 2"  # 2: a block table for each group of layers
@@ -34,7 +34,7 @@ class RecordingExecutor:
         self._write({"launch": step.plain()})
         return self._executor.launch(step)
 
-    def choose(self, ticket: Any, masks: list[bytes | None]) -> None:
+    def choose(self, ticket: Any, masks: list[Bits | None]) -> None:
         """Choose the tokens of the step's masked samples."""
         self._write({"choose": [None if mask is None else mask.hex() for mask in masks]})
         self._executor.choose(ticket, masks)

@@ -8,7 +8,9 @@ import torch
 from chairlift.core.step import Newcomer
 from chairlift.execution.rules import Rules
 from chairlift.ops import sampling
+from chairlift.ops.batch import to_device
 from chairlift.ops.filters import Filters
+from chairlift.ops.masks import forbid_
 
 _WIDE = (1 << 64) - 1
 # Larger values have no visible effect. Within these, any model's logits stay finite in single precision: penalized by
@@ -55,23 +57,50 @@ class Sampler:
         """Whether all of these rows choose the likeliest token, without penalties or rules."""
         return not (self._rules.have_any(rows) or self._has_penalties[rows].any() or self._temperature[rows].any())
 
-    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return one token for each row of logits, which may be changed; `positions` are the tokens' positions.
+    def sample(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return one token for each row of logits, which may be changed, and write it to the row at its position.
 
-        It is sampling.NO_TOKEN where a row's rules or logits leave no token to choose.
+        It is sampling.NO_TOKEN where a row's mask, rules or logits leave no token to choose.
         """
         is_ruled = self._rules.have_any(rows)
         penalized = np.flatnonzero(self._has_penalties[rows])
-        if is_ruled or penalized.size or not sampling.is_fused(logits):
-            logits = logits.float().contiguous()
+        is_fused = sampling.is_fused(logits)
+        if is_fused and not is_ruled and not penalized.size:
+            return self._sample_fused(logits, rows, positions, masks)
+        if masks is not None:
+            forbid_(logits, masks)
+        logits = logits.float().contiguous()
         if is_ruled:
             self._rules.apply_(logits, rows, positions)
         if penalized.size:
             self._apply_penalties(logits, penalized, rows[penalized], positions[penalized])
+        if is_fused:
+            return self._sample_fused(logits, rows, positions, None)
+        tokens = self._choose(logits, rows, positions)
+        self._tokens[self._to_device(rows), self._to_device(positions)] = tokens.to(torch.int32)
+        return tokens
+
+    def _sample_fused(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sample with kernels that take all parameters in one transfer and write the tokens to their rows."""
+        shares, top_k, is_filtered = self._filters(rows)
+        keys = self._keys(rows, positions).astype(np.uint32).view(np.int32)
+        where, at, numbers, k, on_device = to_device(self._device, rows, positions, shares.view(np.int32), top_k, keys)
+        if masks is not None and is_filtered:
+            forbid_(logits, masks)
+            masks = None
+        temperature, top_p, min_p = numbers.view(torch.float32)
+        filters = Filters(k, top_p, min_p) if is_filtered else None
+        return sampling.draw_to_rows(logits, temperature, on_device, filters, masks, (self._tokens, where, at))
+
+    def _choose(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         random = np.flatnonzero(self._temperature[rows] > 0)
         if not random.size:
             return sampling.likeliest(logits)
-        if random.size == rows.size or sampling.is_fused(logits):
+        if random.size == rows.size:
             return self._draw(logits, rows, positions)
         tokens = sampling.likeliest(logits)
         index = self._to_device(random)
@@ -79,12 +108,16 @@ class Sampler:
         return tokens
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        shares = np.stack([self._temperature[rows], self._top_p[rows], self._min_p[rows]])
-        top_k = self._top_k[rows]
+        shares, top_k, is_filtered = self._filters(rows)
         temperature, top_p, min_p = self._to_device(shares)
-        is_filtered = (top_k > 0).any() or (shares[1] < 1).any() or (shares[2] > 0).any()
         filters = Filters(self._to_device(top_k), top_p, min_p) if is_filtered else None
         return sampling.draw(logits, temperature, self._to_device(self._keys(rows, positions)), filters)
+
+    def _filters(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Return temperature, top_p and min_p, then top_k, and whether any row has a filter."""
+        shares = np.stack([self._temperature[rows], self._top_p[rows], self._min_p[rows]])
+        top_k = self._top_k[rows]
+        return shares, top_k, bool((top_k > 0).any() or (shares[1] < 1).any() or (shares[2] > 0).any())
 
     def _keys(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return two 32-bit keys from (seed, position), the only source of randomness."""

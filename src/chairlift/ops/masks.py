@@ -10,7 +10,7 @@ import torch
 from chairlift.ops.sampling import is_fused
 
 
-def pack_masks(masks: Sequence[bytes | None], vocabulary: int, *, pin: bool = False) -> torch.Tensor:
+def pack_masks(masks: Sequence[bytes | memoryview | None], vocabulary: int, *, pin: bool = False) -> torch.Tensor:
     """Return masks as rows of bytes [masks, vocabulary / 8]; None allows every token.
 
     In pinned memory, a copy to a GPU does not wait for the work before it.

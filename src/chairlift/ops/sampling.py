@@ -32,6 +32,23 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, fi
     return likeliest(scaled.add_(gumbel(keys, logits.shape[-1])))
 
 
+def draw_to_rows(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    keys: torch.Tensor,
+    filters: Filters | None,
+    masks: torch.Tensor | None,
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Sample as `draw` does where `is_fused`, after masks of allowed tokens; write tokens to (table, rows, positions).
+
+    A filter would see tokens that the mask forbids: there must not be both.
+    """
+    from chairlift.ops import sampling_cuda
+
+    return sampling_cuda.draw(logits, temperature, keys, filters, masks, into)
+
+
 def penalize_(
     logits: torch.Tensor,
     which: torch.Tensor,

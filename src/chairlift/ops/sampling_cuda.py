@@ -16,6 +16,7 @@ from chairlift.ops.filters import NO_TOKEN, Filters
 _PROGRAMS = 512  # about, per batch: a few per multiprocessor; also the most per row
 _TILE = 2048  # logits per iteration of a program
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+Into = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # a table [rows, positions], and where to write each token
 _SHIFTS = {
     torch.float32: 0,
     torch.float16: 13,
@@ -28,9 +29,21 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return _search(logits, None, None, None)
 
 
-def draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, filters: Filters | None) -> torch.Tensor:
-    """Sample a token per row at its temperature, after its filters; at temperature 0 take the likeliest."""
-    return _search(logits, temperature, keys, None if filters is None else cutoffs(logits, temperature, *filters))
+def draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    keys: torch.Tensor,
+    filters: Filters | None,
+    masks: torch.Tensor | None = None,
+    into: Into | None = None,
+) -> torch.Tensor:
+    """Sample a token per row at its temperature, after its filters or its mask; at temperature 0 take the likeliest.
+
+    Tokens are also written to `into`, if given.
+    """
+    assert filters is None or masks is None, "a filter would see tokens that the mask forbids"
+    cut = None if filters is None else cutoffs(logits, temperature, *filters)
+    return _search(logits, temperature, keys, cut, masks, into)
 
 
 def cutoffs(
@@ -69,6 +82,8 @@ def _search(
     temperature: torch.Tensor | None,
     keys: torch.Tensor | None,
     cut: tuple[torch.Tensor, torch.Tensor] | None,
+    masks: torch.Tensor | None = None,
+    into: Into | None = None,
 ) -> torch.Tensor:
     rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, _TILE)
@@ -78,22 +93,27 @@ def _search(
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     lowest, last = cut if cut is not None else (ids, ids)
+    packed, width = (ids, 0) if masks is None else (masks, masks.stride(0))
     _best_of_part[(rows, parts)](
         logits, logits.stride(0), vocabulary, span, ids if temperature is None else temperature,
-        ids if keys is None else keys, lowest, last, values, ids, DRAWN=temperature is not None, CUT=cut is not None,
-        SHIFT=_SHIFTS[logits.dtype], TILE=_TILE, num_warps=8,
+        ids if keys is None else keys, lowest, last, packed, width, values, ids, DRAWN=temperature is not None,
+        CUT=cut is not None, MASKED=masks is not None, SHIFT=_SHIFTS[logits.dtype], TILE=_TILE, num_warps=8,
     )  # fmt: skip
-    if parts == 1:
+    if parts == 1 and into is None:
         return ids[:, 0]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _best_of_all[(rows,)](values, ids, tokens, parts, WIDTH=_PROGRAMS, num_warps=4)
+    table, own_rows, positions = (tokens, tokens, tokens) if into is None else into
+    _best_of_all[(rows,)](
+        values, ids, tokens, parts, table, table.stride(0), own_rows, positions, WRITES=into is not None,
+        WIDTH=_PROGRAMS, num_warps=4,
+    )  # fmt: skip
     return tokens
 
 
 @triton.jit
 def _best_of_part(
-    logits_at, stride, vocabulary, span, temperature_at, keys_at, lowest_at, last_at, values_at, ids_at,
-    DRAWN: tl.constexpr, CUT: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+    logits_at, stride, vocabulary, span, temperature_at, keys_at, lowest_at, last_at, packed_at, width, values_at,
+    ids_at, DRAWN: tl.constexpr, CUT: tl.constexpr, MASKED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Find the best token of one part of a row; each lane keeps its own best, and the first of equal ones."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -110,6 +130,9 @@ def _best_of_part(
     for start in range(first, tl.minimum(first + span, vocabulary), TILE):
         token = start + tl.arange(0, TILE)
         x = tl.load(logits_at + row * stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            octets = tl.load(packed_at + row * width + token // 8, mask=token < vocabulary, other=0).to(tl.int32)
+            x = tl.where(((octets >> (token % 8)) & 1) == 1, x, float("-inf"))
         value = x
         if DRAWN:  # noqa: SIM102  # DRAWN is a compile-time constant, temperature is not
             if temperature > 0:
@@ -128,13 +151,20 @@ def _best_of_part(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _best_of_all(values_at, ids_at, tokens_at, parts, WIDTH: tl.constexpr):
+def _best_of_all(
+    values_at, ids_at, tokens_at, parts, table_at, stride, rows_at, positions_at, WRITES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """Find the best of a row's parts, the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, WIDTH)
     values = tl.load(values_at + row * parts + part, mask=part < parts, other=float("-inf"))
     ids = tl.load(ids_at + row * parts + part, mask=part < parts, other=_NO_TOKEN)
-    tl.store(tokens_at + row, tl.min(tl.where(values == tl.max(values, 0), ids, _NO_TOKEN), 0))
+    token = tl.min(tl.where(values == tl.max(values, 0), ids, _NO_TOKEN), 0)
+    tl.store(tokens_at + row, token)
+    if WRITES:
+        at = tl.load(rows_at + row).to(tl.int64) * stride + tl.load(positions_at + row)
+        tl.store(table_at + at, token.to(tl.int32))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chairlift.core.cost import Cost, Work, pairs_of
-from chairlift.core.step import Sampling, Step, StepResult
+from chairlift.core.step import Bits, Sampling, Step, StepResult
 
 STOP = 1  # the token that ends an answer; all others are 0
 
@@ -77,7 +77,7 @@ class SimulatedDevice:
             first += count
         return [STOP if end >= last[row] else 0 for row, end in zip(rows, ends, strict=True)]
 
-    def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+    def choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
         """Do nothing: simulated answers have no grammar."""
 
     def collect(self, ticket: Ticket) -> StepResult:

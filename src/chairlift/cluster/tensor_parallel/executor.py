@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from chairlift.cluster.tensor_parallel.ranks import Ranks
-from chairlift.core.step import Step, StepResult
+from chairlift.core.step import Bits, Step, StepResult
 from chairlift.execution.executor import Ticket, TorchExecutor
 
 
@@ -25,7 +25,7 @@ class TensorParallelExecutor:
             self._ranks.send({"launch": step.plain(chooses=False)})
             return self._executor.launch(step)
 
-    def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+    def choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
         """Choose the tokens of a step's masked samples; only rank 0 needs the masks."""
         with self._all_ranks():
             self._ranks.send({"choose": len(masks)})
