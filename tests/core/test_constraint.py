@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from chairlift.core.constraint import Constraint, Reasoning, Thinking, one_by_one
+from chairlift.core.constraint import Constraint, Masker, Reasoning, Thinking
 
 START, END = (1, 2), (3, 4)
 
@@ -120,5 +120,6 @@ def test_a_mask_that_cannot_be_computed_is_the_error_of_its_own_sequence() -> No
         def mask(self) -> bytes | None:
             raise ValueError("no")
 
-    fine, broken = one_by_one([Digits(), Broken()])
-    assert isinstance(fine, bytes) and isinstance(broken, ValueError)
+    found = Masker().masks([Digits(), Broken()])
+    assert isinstance(found[0], bytes) and found[1] is None
+    assert [(number, type(error)) for number, error in found.errors.items()] == [(1, ValueError)]

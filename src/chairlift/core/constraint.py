@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from chairlift.core.step import Bits
 
@@ -52,19 +53,39 @@ class Constraint(ABC):
         return None
 
 
-Masks = list[Bits | Exception | None]
-Masker = Callable[[Sequence[Constraint]], Masks]
+class Masks(list[Bits | None]):
+    """Masks of several constraints; `errors` has those that failed, by number."""
 
+    def __init__(self, masks: Iterable[Bits | None] = ()) -> None:
+        super().__init__(masks)
+        self.errors: dict[int, Exception] = {}
+        self.whole: Any = None  # the masks as one array, if they are its rows
 
-def one_by_one(constraints: Sequence[Constraint]) -> Masks:
-    """Compute masks in this thread."""
-    found: Masks = []
-    for constraint in constraints:
+    def add(self, constraint: Constraint) -> None:
+        """Compute a mask."""
         try:
-            found.append(constraint.mask())
+            self.append(constraint.mask())
         except Exception as error:
-            found.append(error)
-    return found
+            self.errors[len(self)] = error
+            self.append(None)
+
+
+class Masker:
+    """Advances the constraints of a step and computes their masks, one by one in this thread."""
+
+    allocate: Callable[[int, int], Any] | None = (
+        None  # returns rows of 32-bit words for masks; None: any memory will do
+    )
+
+    def accept(self, constraints: Sequence[Constraint], tokens: Sequence[int]) -> None:
+        """Advance constraints by a token each before their own `accept` is called, where that is faster."""
+
+    def masks(self, constraints: Sequence[Constraint]) -> Masks:
+        """Return the masks, which are valid for the next two calls."""
+        found = Masks()
+        for constraint in constraints:
+            found.add(constraint)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
 from chairlift.core.cache_groups import CacheGroups
-from chairlift.core.constraint import Constraint, Masker, one_by_one
+from chairlift.core.constraint import Constraint, Masker, Masks
 from chairlift.core.cost import Cost
 from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
@@ -27,7 +27,7 @@ from chairlift.core.prefill import Chunked, PrefillMode
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
-from chairlift.core.step import Bits, Candidates, StepResult, TokenLogprobs
+from chairlift.core.step import Candidates, StepResult, TokenLogprobs
 
 _FINISHED = (FinishReason.STOP, FinishReason.COMPLETE, FinishReason.LENGTH)
 
@@ -85,7 +85,7 @@ class Scheduler:
         self._is_trusted = True
         self._moved: list[Sequence] = []  # beams that continue another one: the executor gets their new tokens
         self._constrained = 0  # live requests with a constraint
-        self.masker: Masker = one_by_one  # computes the masks of a step's constraints
+        self.masker = Masker()
 
     # ---- requests in and out
 
@@ -159,13 +159,12 @@ class Scheduler:
             step.masked = [place for place, each in enumerate(step.samples) if each.constraint is not None]
         return step
 
-    def masks(self, step: StepPlan) -> tuple[list[Bits | None], list[Event]]:
+    def masks(self, step: StepPlan) -> tuple[Masks, list[Event]]:
         """Return the masks of a step's constrained samples, once the tokens before them are known.
 
         A sample has a mask for each of its drafts, and one for the token behind them. A constraint that fails ends its
         request: the events say so.
         """
-        masks: list[Bits | None] = []
         events: list[Event] = []
         drafts = dict(step.drafts)
         states: list[list[Constraint | None]] = []
@@ -176,16 +175,17 @@ class Scheduler:
             except Exception as error:
                 events += self._fail_constraint(sequence, error)
                 states.append([None] * (len(own) + 1))
-        found = iter(self.masker([state for each in states for state in each if state is not None]))
-        for place, of_sample in zip(step.masked, states, strict=True):
-            for state in of_sample:
-                mask = None if state is None else next(found)
-                if isinstance(mask, Exception):
-                    if not step.samples[place].is_done:
-                        events += self._fail_constraint(step.samples[place], mask)
-                    mask = None
-                masks.append(mask)
-        return masks, events
+        owners = [(place, state) for place, each in zip(step.masked, states, strict=True) for state in each]
+        known = [(place, state) for place, state in owners if state is not None]
+        found = self.masker.masks([state for _, state in known])
+        for number, problem in found.errors.items():
+            sequence = step.samples[known[number][0]]
+            if not sequence.is_done:
+                events += self._fail_constraint(sequence, problem)
+        if len(known) == len(owners):
+            return found, events
+        rest = iter(found)
+        return Masks(None if state is None else next(rest) for _, state in owners), events
 
     def pause(self, now: float) -> float:
         """Return the seconds for which no step can run: the batch is empty, and the gate waits for more requests."""
@@ -235,6 +235,8 @@ class Scheduler:
                 events += self._end(self._live[request.id], FinishReason.ERROR, error, bool(request.rules))
         if counts is not None:
             return self._apply_drafts(step, result, counts, events)
+        if step.masked:
+            self._advance(step, result.tokens)
         odd: set[Sequence] = set()  # of which there is other news than a token
         is_scored = result.logprobs is not None
         for sequence, token, scored in zip(step.samples, result.tokens, result.logprobs or repeat(None), strict=False):
@@ -250,6 +252,16 @@ class Scheduler:
             return Outcome(step.samples, result.tokens, events)
         usual = [pair for pair in zip(step.samples, result.tokens, strict=True) if pair[0] not in odd]
         return Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events)
+
+    def _advance(self, step: StepPlan, tokens: list[int]) -> None:
+        """Advance the constraints of a step's samples together."""
+        constraints, own = [], []
+        for place in step.masked:
+            sequence = step.samples[place]
+            if sequence.constraint is not None and sequence.phase is not Phase.DONE:
+                constraints.append(sequence.constraint)
+                own.append(tokens[place])
+        self.masker.accept(constraints, own)
 
     def _apply_drafts(self, step: StepPlan, result: StepResult, counts: list[int], events: list[Event]) -> Outcome:
         """Append the tokens of a step that checked drafts, for each sample those accepted and one more."""

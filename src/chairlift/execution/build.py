@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from chairlift.core.assemble import assemble_scheduler, reads_cost
 from chairlift.core.blocks import BlockPool
+from chairlift.core.constraint import Masker
 from chairlift.core.cost import Cost
 from chairlift.core.errors import SettingsError
 from chairlift.core.limits import Limits
@@ -39,6 +40,7 @@ from chairlift.models.sources import resolve
 from chairlift.ops.group import Group
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
+from chairlift.ops.masks import pinned_rows
 from chairlift.ops.triton_found import HAS_TRITON
 
 console = Console(stderr=True)
@@ -101,6 +103,12 @@ class Built:
     device: torch.device
     slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
     close: Callable[[], None] = lambda: None  # ends the processes of the other ranks
+
+    def use_masker(self, masker: Masker) -> None:
+        """Compute masks with it, in memory that a GPU can copy from."""
+        if self.device.type == "cuda":
+            masker.allocate = pinned_rows
+        self.engine.scheduler.masker = masker
 
 
 def build(model: str, settings: Settings, *, progress: bool = True) -> Built:

@@ -48,7 +48,7 @@ class RequestBuilder:
             if self.tokenizer is None:
                 raise RequestError(f"structured output needs a tokenizer: {self.prompts.no_tokenizer}")
             self._grammars = Grammars(self.tokenizer, self._built.config.vocab_size, sorted(self._eos_ids))
-            self._built.engine.scheduler.masker = self._grammars.masks
+            self._built.use_masker(self._grammars)
         return self._grammars
 
     def new_id(self) -> str:

@@ -11,11 +11,14 @@ from chairlift.ops.sampling import is_fused
 
 
 def pack_masks(masks: Sequence[bytes | memoryview | None], vocabulary: int, *, pin: bool = False) -> torch.Tensor:
-    """Return masks as rows of bytes [masks, vocabulary / 8]; None allows every token.
+    """Return masks as rows of bytes [masks, at least vocabulary / 8]; None allows every token.
 
-    In pinned memory, a copy to a GPU does not wait for the work before it.
+    In pinned memory, a copy to a GPU does not wait for the work before it. Masks that are one array are not copied.
     """
     width = -(-vocabulary // 8)
+    whole: np.ndarray | None = getattr(masks, "whole", None)
+    if whole is not None and 4 * whole.shape[1] >= width:
+        return torch.from_numpy(whole.view(np.uint8))
     packed = torch.empty((len(masks), width), dtype=torch.uint8, pin_memory=pin)
     for row, mask in zip(packed.numpy(), masks, strict=True):
         if mask is None:
@@ -25,6 +28,12 @@ def pack_masks(masks: Sequence[bytes | memoryview | None], vocabulary: int, *, p
             row[: found.size] = found
             row[found.size :] = 0
     return packed
+
+
+def pinned_rows(rows: int, words: int) -> np.ndarray:
+    """Return memory for masks that a GPU can copy from."""
+    array: np.ndarray = torch.empty((rows, words), dtype=torch.int32, pin_memory=True).numpy()
+    return array
 
 
 def forbid_(logits: torch.Tensor, packed: torch.Tensor) -> None:

@@ -65,7 +65,7 @@ def start(job: Job) -> Started:
             raise
     preparing.join()
     if compiler.grammars is not None:
-        built.engine.scheduler.masker = compiler.grammars.masks
+        built.use_masker(compiler.grammars)
     limits, config = built.limits, built.config
     hello = Hello(
         model=job.model,

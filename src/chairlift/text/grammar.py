@@ -9,12 +9,12 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chairlift.core.constraint import Constraint, Masks, one_by_one
+from chairlift.core.constraint import Constraint, Masker, Masks
 from chairlift.core.errors import RequestError
 from chairlift.core.step import Bits
 from chairlift.core.structured import Structured
@@ -23,6 +23,7 @@ from chairlift.text.json_schema import WHITESPACE, check_multiples, close, where
 
 if TYPE_CHECKING:
     import llguidance
+    import numpy as np
 
     from chairlift.text.tokenizer import Tokenizer
 
@@ -30,6 +31,8 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "lenient": False}
 _CACHED_CHARACTERS = 4 << 20  # of compiled grammars' sources
 _CACHED = 256  # compiled grammars, copies included: one takes 0.1 to 10 MiB
 _MOST_THREADS = 16
+_BUFFERS = 4  # arrays of masks: an engine has at most two steps in flight
+_ADVANCED_TOGETHER, _ADVANCED_ON = 16, 4  # grammars and threads from which on waking threads pays
 _COPIED_WITHIN = 0.02  # seconds: grammars that take longer to compile are compiled once
 
 
@@ -94,7 +97,7 @@ def call_or_json(calls: str, structured: Structured) -> Structured:
     )
 
 
-class Grammars:
+class Grammars(Masker):
     """Compiles the grammars of one model, and keeps those used last."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_ids: Sequence[int]) -> None:
@@ -112,6 +115,7 @@ class Grammars:
             verbose_errors=False,
         )
         self._threads: Any = None
+        self._buffers: deque[np.ndarray | None] = deque([None] * _BUFFERS)
         self._words = (size + 31) // 32
         self._thread_count = min(_MOST_THREADS, os.cpu_count() or 1)
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
@@ -174,24 +178,60 @@ class Grammars:
             raise RequestError(f"{structured.what} cannot be used: {reason}{at}") from None
         return source
 
+    def accept(self, constraints: Sequence[Constraint], tokens: Sequence[int]) -> None:
+        """Advance many grammars on several threads without the interpreter's lock."""
+        jobs = [
+            (constraint, token)
+            for constraint, token in zip(constraints, tokens, strict=True)
+            if isinstance(constraint, GrammarConstraint)
+        ]
+        if len(jobs) < _ADVANCED_TOGETHER or self._thread_count < _ADVANCED_ON:
+            return
+        jobs.sort(key=lambda job: job[0].copy)
+        done = self._executor().consume_token_par([(grammar.matcher, token) for grammar, token in jobs])
+        for (grammar, token), is_allowed in zip(jobs, done, strict=True):
+            grammar.advanced = token, is_allowed
+
     def masks(self, constraints: Sequence[Constraint]) -> Masks:
         """Compute masks, those of grammars on several threads without the interpreter's lock."""
-        import numpy as np  # a process that only checks grammars does without
-
-        packed = np.empty((len(constraints), self._words), np.int32)
+        found = Masks()
         jobs = []
         for place, constraint in enumerate(constraints):
             if isinstance(grammar := constraint.pending, GrammarConstraint):
                 jobs.append((grammar, place))
         if jobs:
-            if self._threads is None:
-                self._threads = _library().LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
+            packed = self._buffer(len(constraints))
             jobs.sort(key=lambda job: job[0].copy)  # threads take consecutive jobs
             pairs = [(grammar.matcher, place) for grammar, place in jobs]
-            self._threads.unsafe_compute_mask_ptr(pairs, packed.ctypes.data, 4 * self._words, len(constraints))
+            self._executor().unsafe_compute_mask_ptr(pairs, packed.ctypes.data, 4 * self._words, len(constraints))
+            if len(jobs) == len(constraints):
+                found.whole = packed
         for grammar, place in jobs:
             grammar.computed = memoryview(packed[place]).cast("B")
-        return one_by_one(constraints)
+        for constraint in constraints:
+            found.add(constraint)
+        for grammar, _ in jobs:
+            grammar.computed = None  # its memory is used again
+        return found
+
+    def _executor(self) -> Any:
+        if self._threads is None:
+            self._threads = _library().LLExecutor(self._thread_count)
+        return self._threads
+
+    def _buffer(self, rows: int) -> np.ndarray:
+        """Return memory for masks, of a few arrays in turn: the device may still read those of the last steps."""
+        self._buffers.rotate()
+        found = self._buffers[0]
+        if found is None or len(found) < rows:
+            found = self._buffers[0] = (self.allocate or _allocate)(rows, self._words)
+        return found[:rows]
+
+
+def _allocate(rows: int, words: int) -> np.ndarray:
+    import numpy as np  # a process that only checks grammars does without
+
+    return np.empty((rows, words), np.int32)
 
 
 class Compiled(NamedTuple):
@@ -212,6 +252,7 @@ class GrammarConstraint(Constraint):
         self.matcher = matcher
         self.copy = 0  # which compilation of the grammar this is a fork of
         self.computed: Bits | None = None  # the mask of the present state, if it is known
+        self.advanced: tuple[int, bool] | None = None  # a token that it has advanced by already, and whether it may
 
     @property
     def pending(self) -> GrammarConstraint | None:
@@ -228,8 +269,9 @@ class GrammarConstraint(Constraint):
 
     def accept(self, token: int) -> None:
         """Advance by a token."""
-        self.computed = None
-        if not self.matcher.consume_token(token):
+        self.computed, advanced, self.advanced = None, self.advanced, None
+        assert advanced is None or advanced[0] == token, "constraints are advanced by the tokens that they accept"
+        if not (self.matcher.consume_token(token) if advanced is None else advanced[1]):
             raise RequestError(f"the grammar does not allow token {token}: {explain(self.matcher.get_error())}")
 
     def fork(self) -> GrammarConstraint:
