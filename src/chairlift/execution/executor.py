@@ -243,10 +243,11 @@ class TorchExecutor:
         ticket.masked = None
         packed = pack_masks(masks, logits.shape[1], pin=self._is_cuda)
         packed = packed.to(self._device, non_blocking=True)
-        chosen = self._sampler.sample(logits, rows[places], positions[places], packed)
-        if tokens is None or places.size == rows.size:
-            tokens = chosen
+        if places.size == rows.size:
+            tokens = self._sampler.sample(logits, rows, positions, packed)
         else:
+            assert tokens is not None
+            chosen = self._sampler.sample(logits, rows[places], positions[places], packed)
             tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
         ticket.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
         ticket.tokens, ticket.done = self._to_host(tokens), self._record()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -20,6 +22,15 @@ _HOTTEST = 1e30
 _MOST = 1 << 30  # largest top_k: above any vocabulary size, and a 32-bit number
 
 
+class Sent(NamedTuple):
+    """The parameters of some rows on the device. Steps of the same decodes pass the same array of rows."""
+
+    rows: np.ndarray
+    on_device: torch.Tensor
+    temperature: torch.Tensor
+    filters: Filters | None
+
+
 class Sampler:
     """Each row's parameters, in arrays, so that a step reads them all at once."""
 
@@ -35,10 +46,12 @@ class Sampler:
         self._prompt_length = np.zeros(rows, np.int64)
         self._seed = np.zeros(rows, np.uint64)
         self._rules = Rules(tokens, vocabulary)
+        self._sent: Sent | None = None
 
     def place(self, newcomer: Newcomer) -> None:
         """Write a new sequence's parameters to its row."""
         row, sampling = newcomer.row, newcomer.sampling
+        self._sent = None
         params = sampling.params
         is_random = not (params.is_greedy or params.use_beam_search)
         self._temperature[row] = min(params.temperature, _HOTTEST) if is_random else 0.0
@@ -85,15 +98,18 @@ class Sampler:
     def _sample_fused(
         self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Sample with kernels that take all parameters in one transfer and write the tokens to their rows."""
-        shares, top_k, is_filtered = self._filters(rows)
+        """Sample with kernels that write the tokens to their rows; what depends on the rows alone is sent once."""
         keys = self._keys(rows, positions).astype(np.uint32).view(np.int32)
-        where, at, numbers, k, on_device = to_device(self._device, rows, positions, shares.view(np.int32), top_k, keys)
-        if masks is not None and is_filtered:
+        if self._sent is None or self._sent.rows is not rows:
+            shares, top_k, is_filtered = self._filters(rows)
+            where, numbers, k = to_device(self._device, rows, shares.view(np.int32), top_k)
+            temperature, top_p, min_p = numbers.view(torch.float32)
+            self._sent = Sent(rows, where, temperature, Filters(k, top_p, min_p) if is_filtered else None)
+        _, where, temperature, filters = self._sent
+        at, on_device = to_device(self._device, positions, keys)
+        if masks is not None and filters is not None:
             forbid_(logits, masks)
             masks = None
-        temperature, top_p, min_p = numbers.view(torch.float32)
-        filters = Filters(k, top_p, min_p) if is_filtered else None
         return sampling.draw_to_rows(logits, temperature, on_device, filters, masks, (self._tokens, where, at))
 
     def _choose(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
