@@ -29,6 +29,7 @@ from chairlift.commands.route import route
 from chairlift.commands.run import run
 from chairlift.commands.serve import serve
 from chairlift.commands.simulate import simulate_command
+from chairlift.commands.validate import validate
 from chairlift.core.errors import ChairliftError
 
 app = typer.Typer(
@@ -46,7 +47,7 @@ for each in (cache, kv, agreement, sizes, speculation):
     bench.app.command(cls=Command)(each)
 bench.app.command("chat", cls=Command)(bench_chat)
 app.add_typer(bench.app, name="bench")
-for each in (compare, plan, profile):
+for each in (compare, plan, profile, validate):
     app.command(cls=Command)(each)
 app.command("simulate", cls=Command)(simulate_command)
 

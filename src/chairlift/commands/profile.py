@@ -16,6 +16,7 @@ from chairlift.core.words import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from chairlift.costs.fit import Fit
     from chairlift.costs.machine import Machine
 
 
@@ -32,24 +33,55 @@ def profile(
 ) -> None:
     """Measure this machine: memory bandwidth, matrix products, kernel launches, copies, and a model's step times.
 
-    The weights are random; nothing is downloaded.
+    The weights are random; nothing is downloaded. `chairlift simulate --hardware FILE` uses the step times.
     """
+    from chairlift.bench.fidelity import calibrate, hardware_of
     from chairlift.core.settings import Settings
     from chairlift.costs.machine import measure_machine
-    from chairlift.execution.build import load_model
+    from chairlift.execution.build import assemble, load_model
     from chairlift.models.sources import cache_folder
 
     file = out or cache_folder().parent / "profile.json"
     if out is None:
         file.parent.mkdir(parents=True, exist_ok=True)
     check_files(file)
-    loaded = load_model(shape, Settings.of(load_format="dummy", device=device, dtype=dtype))
+    settings = Settings.of(load_format="dummy", device=device, dtype=dtype)
+    loaded = load_model(shape, settings)
     with notes.status("measuring") as status:
         machine = measure_machine(loaded.decoder, lambda doing: status.update(f"measuring: {doing}"))
-    write_numbers(file, {"shape": shape, **asdict(machine)})
+        built = assemble(loaded, settings, progress=False)
+        fitted = calibrate(built, lambda doing: status.update(f"measuring: {doing}"))
+    hardware = hardware_of(built, fitted).plain()
+    write_numbers(file, {"shape": shape, **asdict(machine), "hardware": hardware, "fit": asdict(fitted)})
     for table in tables(machine, shape):
         show(table)
+    show(fit_table(fitted, shape))
     notes.print(f"written to {file}", style="dim", markup=False)
+
+
+def fit_table(found: Fit, shape: str) -> Table:
+    """Return the table of the fitted cost model."""
+    from chairlift.report.numbers import scaled
+    from chairlift.report.tables import table
+
+    cost = found.cost
+    rows = [
+        ("fixed", scaled(cost.fixed, "s")),
+        ("reading the weights", scaled(cost.weights, "s")),
+        ("each token", scaled(cost.token, "s")),
+        ("a thousand cached tokens read by decodes", scaled(1000 * cost.context, "s")),
+        ("a thousand pairs of prompt tokens", scaled(1000 * cost.pair, "s")),
+        ("each sampled token", scaled(cost.sample, "s")),
+        ("error on held-out steps, median and p90", f"{found.median_error:.1%}, {found.p90_error:.1%}"),
+        ("error of their sum", f"{found.bias:+.1%}"),
+    ]
+    return table(
+        f"{shape}: a step's time, fitted to {counted(found.steps, 'step')}",
+        ("", ""),
+        rows,
+        is_centered=True,
+        has_header=False,
+    )
 
 
 def tables(machine: Machine, shape: str) -> list[Table]:

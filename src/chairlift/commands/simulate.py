@@ -40,7 +40,9 @@ def simulate(
     model: Annotated[
         str, typer.Option("--model", "-m", help="A model's shape, or a folder with a config.json; no weights are read.")
     ] = "llama-3.1-8b",
-    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, l40s or mi300x.")] = "h200",
+    hardware: Annotated[
+        str, typer.Option(help="a100, h100, h200, b200, l40s, mi300x, or a file of `chairlift profile`.")
+    ] = "h200",
     replicas: Annotated[int, typer.Option(help="Copies of the model, each on its own devices.", min=1)] = 1,
     routing: Annotated[
         Literal["cache-aware", "least-loaded", "session", "round-robin"],
@@ -80,8 +82,11 @@ def simulate(
     queries = read_queries(trace, rate, requests, prompt_tokens, output_tokens, workload_seed)
     chosen = Settings.of(**settings)
     limits = {name: limit / 1000 for name, limit in read_targets(target or []).items()}
-    shape = shape_of(model, int(weight_bits), chosen.cache.kv_dtype)
-    made = Hardware.of(shape, chip(hardware), chosen, tensor_parallel)
+    if hardware.endswith(".json"):
+        made = Hardware.read(Path(hardware), chosen)
+    else:
+        shape = shape_of(model, int(weight_bits), chosen.cache.kv_dtype)
+        made = Hardware.of(shape, chip(hardware), chosen, tensor_parallel)
     simulation = Simulation(made, chosen, replicas=replicas, routing=routing, targets=limits)
     began = time.perf_counter()
     with progress_bar(len(queries)) as (notice, advance):

@@ -65,7 +65,7 @@ class Engine:
         self.scheduler = scheduler
         self.clock = clock
         self._executor = executor
-        self._overlap = overlap
+        self.overlap = overlap
         self.last_tokens = 0  # of the step planned last
         self.fault: str | None = None  # why no further step can run: the device is lost, or every step fails
         self._failed_steps = 0  # in a row
@@ -84,7 +84,7 @@ class Engine:
     @property
     def may_step_while_submitting(self) -> bool:
         """Whether to step before all requests are submitted: it does not block, and they would not change the plan."""
-        return self._overlap and self.scheduler.serves_in_order
+        return self.overlap and self.scheduler.serves_in_order
 
     def submit(self, request: Request) -> None:
         """Queue a request, or reject it with a RequestError."""
@@ -138,7 +138,7 @@ class Engine:
             early.events[:0] = events
             events = []
         launched = self._launch(plan, now, events) if plan else None
-        if self._overlap:
+        if self.overlap:
             awaited, self._in_flight = self._in_flight, launched
         else:
             awaited = self._choose(launched, events)
@@ -153,7 +153,7 @@ class Engine:
         else:
             outcome = self._collect(awaited) if awaited else Outcome()
             outcome.events[:0] = events
-        if self._overlap:
+        if self.overlap:
             self._in_flight = self._choose(launched, self._late)
         return outcome
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
-from chairlift.core.errors import RequestError
+from chairlift.core.errors import ChairliftError, RequestError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
@@ -18,6 +20,7 @@ from chairlift.core.request import FinishReason, Request
 from chairlift.core.settings import Settings
 from chairlift.costs.hardware import Chip, Shape, cost_of, kv_tokens
 from chairlift.engine.engine import Engine
+from chairlift.json_file import read_json
 from chairlift.simulation.device import STOP, SimulatedDevice, VirtualClock
 from chairlift.traffic.query import Query
 from chairlift.traffic.traces import BLOCK_TOKENS
@@ -47,6 +50,31 @@ class Hardware:
         limits = Limits(sequences, step_tokens, min(shape.max_length, room), shape.vocabulary)
         overlap = True if wanted.overlap is None else wanted.overlap
         return Hardware(cost_of(shape, chip, ranks, size), limits, room, size, overlap, cache.host_tokens or 0)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all numbers, for a file."""
+        return asdict(self)
+
+    @staticmethod
+    def read(path: Path, settings: Settings) -> Hardware:
+        """Read the hardware of a file of `chairlift profile`, with the limits that settings ask for."""
+        try:
+            found = read_json(path)["hardware"]
+            cost, limits = Cost(**found.pop("cost")), Limits(**found.pop("limits"))
+            made = Hardware(cost, limits, **found)
+        except (KeyError, TypeError, AttributeError):
+            raise ChairliftError(
+                f"{path} has no step times: write it with `chairlift profile --out {path}` on the machine"
+            ) from None
+        wanted, cache = settings.scheduling, settings.cache
+        limits = replace(
+            limits,
+            max_sequences=wanted.max_sequences or limits.max_sequences,
+            step_tokens=wanted.step_tokens or limits.step_tokens,
+        )
+        overlap = made.overlap if wanted.overlap is None else wanted.overlap
+        size, room = cache.block_size or made.block_size, cache.kv_tokens or made.kv_tokens
+        return replace(made, limits=limits, kv_tokens=room, block_size=size, overlap=overlap)
 
 
 @dataclass(slots=True)
