@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "traffic": {"traffic", "core.errors", "core.values", "core.words"},
     "costs": {"costs", "report", "traffic", "engine", "core", "models", "ops"},
     "execution": {"execution", "costs", "engine", "core", "models", "ops", "json_file"},
-    "simulation": {"simulation", "routing", "costs", "report", "traffic", "engine", "core"},
+    "simulation": {"simulation", "json_file", "routing", "costs", "report", "traffic", "engine", "core"},
     "evaluation": {
         "evaluation",
         "report",

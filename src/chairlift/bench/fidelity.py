@@ -12,6 +12,7 @@ from chairlift.bench.drive import Driver, MixResult
 from chairlift.core.budget import work_of
 from chairlift.core.plan import StepPlan
 from chairlift.core.settings import Settings
+from chairlift.core.words import counted
 from chairlift.costs.fit import Fit, MeasuredStep, fit
 from chairlift.engine.engine import Engine
 from chairlift.execution.build import Built, Loaded, assemble
@@ -63,7 +64,7 @@ def waves(built: Built, seed: int = 0) -> list[Mix]:
             ids = [r.randrange(built.config.vocab_size) for _ in range(max(1, length))]
             queries.append(Query(ids, _ANSWER, after_tokens=later))
         queries.sort(key=lambda query: query.after_tokens)
-        found.append(Mix(f"{size} requests", queries, cap=_ANSWER, lengths_are_known=True))
+        found.append(Mix(counted(size, "request"), queries, cap=_ANSWER, lengths_are_known=True))
     return found
 
 

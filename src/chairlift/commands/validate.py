@@ -79,13 +79,13 @@ def validate(
             rates = [share * most for share in load or (0.5, 0.85)]
         found = []
         for each in rates:
-            status.update(f"running at {each:.2f} requests a second")
+            status.update(f"running at {each:.2f} a second")
             real = fidelity.run_real(loaded, settings, queries(each))
             found.append((each, fidelity.compare(real, hardware, settings)))
     show(fit_table(fitted, name))
     for each, compared in found:
         rows = [(one.name, f"{one.real:,.1f}", f"{one.simulated:,.1f}", f"{one.error:+.1%}") for one in compared]
-        arrivals = "all requests at once" if each == float("inf") else f"{each:.2f} requests a second"
+        arrivals = "all requests at once" if each == float("inf") else f"{each:.2f} a second"
         show(table(f"{name}, {workload}, {arrivals}", ("", "measured", "simulated", "error"), rows, is_centered=True))
     numbers = [{"rate": each, "compared": [asdict(one) for one in compared]} for each, compared in found]
     write_numbers(json_file, {"model": name, "fit": asdict(fitted), "runs": numbers})

@@ -10,6 +10,7 @@ import numpy as np
 
 from chairlift.core.cost import Cost, Work
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 
 _LEAST = 40  # measured steps
 _HELD_OUT = 5  # one step in so many is kept for the error
@@ -38,7 +39,9 @@ class Fit:
 def fit(steps: Sequence[MeasuredStep], block_copy: float = 1e-4) -> Fit:
     """Fit all coefficients but `block_copy` to steps, of which every fifth is held out."""
     if len(steps) < _LEAST:
-        raise ChairliftError(f"{len(steps)} steps were measured, and a cost model needs {_LEAST}: use more requests")
+        raise ChairliftError(
+            f"{counted(len(steps), 'step')} measured, and a cost model needs {_LEAST}: use more requests"
+        )
     held = steps[::_HELD_OUT]
     seen = [step for number, step in enumerate(steps) if number % _HELD_OUT]
     cost = _fit(seen, block_copy)

@@ -1,0 +1,82 @@
+"""Validation: the real engine's steps are measured, and a simulation of the same requests stands beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.bench.fidelity import calibrate, hardware_of, waves
+from chairlift.cli import app
+from chairlift.core.errors import ChairliftError
+from chairlift.core.settings import Settings
+from chairlift.execution.build import assemble, load_model
+from chairlift.simulation.replica import Hardware
+
+SMALL = {"max_sequences": 8, "max_length": 256, "kv_tokens": 4096}
+
+
+def test_waves_are_of_all_batch_sizes_and_fit_the_engine(tiny_model: Path) -> None:
+    settings = Settings.of(**SMALL)
+    built = assemble(load_model(str(tiny_model), settings, progress=False), settings, progress=False)
+    mixes = waves(built)
+    assert [len(mix.queries) for mix in mixes] == [1, 2, 4, 8]
+    longest = max(query.prompt_tokens for mix in mixes for query in mix.queries)
+    assert 64 < longest <= min(256 - 25, built.limits.step_tokens)
+    assert any(query.after_tokens for query in mixes[-1].queries), "some join while others decode"
+    found = calibrate(built)
+    assert found.steps >= 40
+    pool = built.engine.scheduler.pool
+    assert pool.available == pool.total
+    hardware = hardware_of(built, found)
+    assert (hardware.limits, hardware.kv_tokens, hardware.overlap) == (built.limits, 4096, False)
+
+
+def test_validate_prints_both_and_simulate_reads_the_profile(tiny_model: Path, tmp_path: Path) -> None:
+    numbers, profile = tmp_path / "numbers.json", tmp_path / "profile.json"
+    flags = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    asked = [
+        "--requests",
+        "12",
+        "--prompt-tokens",
+        "8..60",
+        "--output-tokens",
+        "4..20",
+        "--rate",
+        "200",
+        "--rate",
+        "inf",
+    ]
+    result = CliRunner().invoke(app, ["validate", str(tiny_model), *asked, *flags, "--json", str(numbers)])
+    assert result.exit_code == 0, result.output
+    assert "held-out steps" in result.output and "simulated" in result.output
+    runs = json.loads(numbers.read_text())["runs"]
+    assert [len(run["compared"]) for run in runs] == [5, 5]
+    assert all(each["real"] > 0 and each["simulated"] > 0 for run in runs for each in run["compared"])
+
+    result = CliRunner().invoke(app, ["profile", "--shape", str(tiny_model), "--out", str(profile)])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["simulate", "uniform", "--requests", "20", "--hardware", str(profile)])
+    assert result.exit_code == 0, result.output
+    assert "20 finished" in result.output
+
+
+def test_settings_change_measured_hardware_and_other_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"shape": "x"}))
+    with pytest.raises(ChairliftError, match="has no step times: write it with `chairlift profile"):
+        Hardware.read(file, Settings.of())
+    hardware = {
+        "cost": {"fixed": 0.001, "token": 0.0001},
+        "limits": {"max_sequences": 8, "step_tokens": 64, "max_length": 256, "vocab_size": 100},
+        "kv_tokens": 1024,
+        "block_size": 16,
+        "overlap": True,
+        "host_tokens": 0,
+    }
+    file.write_text(json.dumps({"hardware": hardware}))
+    found = Hardware.read(file, Settings.of(max_sequences=4, kv_tokens=512, overlap=False))
+    assert (found.limits.max_sequences, found.limits.step_tokens) == (4, 64)
+    assert (found.kv_tokens, found.block_size, found.overlap) == (512, 16, False)
