@@ -81,7 +81,9 @@ MAY_IMPORT = {
         "models",
         "text",
         "execution.build",
+        "execution.exchange",
         "cluster.tensor_parallel.build",
+        "cluster.kv_transfer",
     },
 }
 TOP = (

@@ -23,14 +23,24 @@ def serve(
         str | None, typer.Option(help="The model's name in the API (default: as given).")
     ] = None,
     replicas: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Engines of each model, with equal shares of memory; one per GPU where there are several. Raise it to "
             "serve from more GPUs, or when one engine cannot use all cores.",
             min=1,
             max=64,
+            show_default="1",
         ),
-    ] = 1,
+    ] = None,
+    role: Annotated[
+        str,
+        typer.Option(
+            help="Compute prompts and answers in different engines, so that a long prompt does not slow answers down: "
+            "how many engines for each, such as prefill=1,decode=2 (docs/cluster.md); engines of both=N are in both "
+            "pools. Use it when long prompts and steady streams share a server.",
+            metavar="ROLES",
+        ),
+    ] = "both",
     routing: Annotated[
         Literal["cache-aware", "least-loaded", "session", "round-robin"],
         typer.Option(
@@ -116,6 +126,7 @@ def serve(
     """Serve a model, or several, over an OpenAI-compatible API."""
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
+    from chairlift.routing.pools import roles_of
     from chairlift.serving.keys import digest_of
     from chairlift.text.parsers import DIALECTS
 
@@ -136,6 +147,7 @@ def serve(
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
     if tool_parser is not None and tool_parser not in DIALECTS:
         raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
+    roles = roles_of(role, replicas)
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     models = named_models(model, served_model_name)
     for each in models.values():
@@ -145,7 +157,8 @@ def serve(
 
     plan = Plan(
         models=[ModelPlan(name, each) for name, each in models.items()],
-        replicas=replicas,
+        replicas=len(roles),
+        roles=roles if len(set(roles)) > 1 else [],
         routing=routing,
         settings={name: value for name, value in settings.items() if value is not None},
         host=host,

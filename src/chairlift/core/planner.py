@@ -56,6 +56,7 @@ class Planner:
     def plan(self, now: float, moved: list[Sequence]) -> StepPlan:
         """Choose the slices of one forward pass; `moved` are beams that continue another one since the last."""
         step = StepPlan()
+        self._memory.prefixes.take_in(step)
         self._plans += 1
         if self._policy.reads_cache and self._plans % max(_REKEY, len(self._waiting) // _REKEY) == 0:
             self._waiting.rekey()
@@ -67,7 +68,7 @@ class Planner:
             self._extend_prompts(step, self._in_prefill(step))
             if len(step.preempted) == preempted:
                 self._admit(step, now)
-            if not step:
+            if not step.sequences:
                 self._prompt_steps = 0
                 self._extend(step)
         else:

@@ -21,7 +21,10 @@ from chairlift.serving.messages import Hello
 from chairlift.text.grammar import Grammars
 
 if TYPE_CHECKING:
-    from chairlift.execution.build import Loaded
+    from chairlift.cluster.kv_transfer.incoming import Incoming
+    from chairlift.cluster.kv_transfer.outgoing import Outgoing
+    from chairlift.execution.build import Built, Loaded
+    from chairlift.execution.exchange import BlockExchange
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -37,6 +40,17 @@ class Job(msgspec.Struct, frozen=True):
     place: int = 0
     engines: int = 1
     lock: str = ""  # file that an engine locks while it measures and takes memory, if there are several
+    receives_at: list[str] = []  # addresses where it receives KV blocks of other engines
+    sends: bool = False  # whether it may be asked to send KV blocks to other engines
+    cluster_key: str | None = None  # file with the key of connections between hosts
+
+
+class BlockEnds(NamedTuple):
+    """An engine's ends of the connections that carry KV blocks between engines."""
+
+    exchange: BlockExchange
+    incoming: list[Incoming]
+    outgoing: Outgoing | None
 
 
 class Started(NamedTuple):
@@ -46,6 +60,7 @@ class Started(NamedTuple):
     hello: Hello
     slowest_step: float  # seconds
     compiler: Compiler | None = None
+    blocks: BlockEnds | None = None
 
 
 def start(job: Job) -> Started:
@@ -80,7 +95,23 @@ def start(job: Job) -> Started:
         capacity=str(built.capacity),
         eos_ids=sorted(config.eos_ids),
     )
-    return Started(built.engine, hello, built.slowest_step, compiler)
+    return Started(built.engine, hello, built.slowest_step, compiler, block_ends(job, built))
+
+
+def block_ends(job: Job, built: Built) -> BlockEnds | None:
+    """Open the connections for KV blocks of other engines; None if there are no other engines."""
+    if not job.receives_at and not job.sends:
+        return None
+    from chairlift.cluster.kv_transfer.incoming import Incoming
+    from chairlift.cluster.kv_transfer.layout import exchange_of, layout_of
+    from chairlift.cluster.kv_transfer.outgoing import Outgoing
+    from chairlift.cluster.kv_transfer.wire import read_key
+
+    blocks, layout, size = exchange_of(built), layout_of(built, job.model), built.capacity.block_size
+    key = b"" if job.cluster_key is None else read_key(Path(job.cluster_key))
+    queue = built.engine.scheduler.memory.prefixes.exchange
+    incoming = [Incoming(address, key, layout, size, queue, blocks) for address in job.receives_at]
+    return BlockEnds(blocks, incoming, Outgoing(key, layout, size, blocks) if job.sends else None)
 
 
 @contextmanager
