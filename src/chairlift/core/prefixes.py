@@ -131,15 +131,18 @@ class PrefixBinding:
 
     # ---- blocks of other processes
 
-    def take_in(self, step: StepPlan) -> None:
-        """Let a step copy the blocks that have arrived into the pool, as cached blocks."""
+    def take_in(self, step: StepPlan, most: int) -> None:
+        """Let a step copy up to `most` of the blocks that have arrived into the pool, as cached blocks."""
         exchange = self.exchange
-        while exchange.arrived:
-            arrived = exchange.arrived.popleft()
-            first, end = self._take_in(step, arrived)
+        while exchange.arrived and most > 0:
+            salt, key, start, slots = exchange.arrived.popleft()
+            if len(slots) > most:
+                exchange.arrived.appendleft(Arrived(salt, key, start + most, slots[most:]))
+                slots = slots[:most]
+            first, end = self._take_in(step, Arrived(salt, key, start, slots))
             exchange.taken += end - first
-            slots = list(arrived.slots)
-            exchange.read += slots[:first] + slots[end:]  # known already, or there is no room for them
+            most -= end - first
+            exchange.read += (*slots[:first], *slots[end:])  # known already, or there is no room for them
 
     def _take_in(self, step: StepPlan, arrived: Arrived) -> tuple[int, int]:
         """Insert arrived blocks behind those that are there; return which of them the step copies."""

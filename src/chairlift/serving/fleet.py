@@ -80,7 +80,7 @@ class Prefilling:
 
     def take(self, update: AnswerUpdate) -> None:
         """Handle the end: the engine that decodes the prompt has its blocks, or will compute them."""
-        computed = len(self._placement.order.prompt) - update.cached
+        computed = max(0, len(self._placement.order.prompt) - update.cached)
         self._fleet.decode(self._placement, computed if update.finish_reason == messages.PREFILLED else 0)
 
     def lose(self, message: str) -> None:
@@ -188,7 +188,8 @@ class Fleet:
         assert placement.route is not None
         down = {*self._down(), *placement.prefill_tried}
         address, route = self._receives_at.get(placement.route.name), None
-        if address is not None and len(placement.prefill_tried) < ATTEMPTS:
+        is_scored = placement.order.params.prompt_logprobs is not None  # its logits are needed where it is answered
+        if address is not None and not is_scored and len(placement.prefill_tried) < ATTEMPTS:
             route = self.pools.prefilling(placement.ask, self.router, placement.route, down)
         if route is None or address is None:
             self.decode(placement, 0)
