@@ -83,6 +83,7 @@ MAY_IMPORT = {
         "execution.build",
         "execution.exchange",
         "cluster.tensor_parallel.build",
+        "cluster.kv_store",
         "cluster.kv_transfer",
     },
 }

@@ -41,6 +41,15 @@ def serve(
             metavar="ROLES",
         ),
     ] = "both",
+    kv_store: Annotated[
+        str | None,
+        typer.Option(
+            help="A Redis or Valkey server for evicted KV, such as redis://:PASSWORD@HOST:6379, which replicas that "
+            "name it share (docs/cluster.md). Use it when prompts return after they were evicted, or at another "
+            "replica.",
+            metavar="URL",
+        ),
+    ] = None,
     routing: Annotated[
         Literal["cache-aware", "least-loaded", "session", "round-robin"],
         typer.Option(
@@ -124,6 +133,7 @@ def serve(
     settings: dict[str, Any],
 ) -> None:
     """Serve a model, or several, over an OpenAI-compatible API."""
+    from chairlift.cluster.kv_store.resp import Address
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
     from chairlift.routing.pools import roles_of
@@ -148,6 +158,8 @@ def serve(
     if tool_parser is not None and tool_parser not in DIALECTS:
         raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
     roles = roles_of(role, replicas)
+    if kv_store is not None:
+        Address.of(kv_store)  # rejects a wrong URL before loading
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     models = named_models(model, served_model_name)
     for each in models.values():
@@ -160,6 +172,7 @@ def serve(
         replicas=len(roles),
         roles=roles if len(set(roles)) > 1 else [],
         routing=routing,
+        kv_store=kv_store,
         settings={name: value for name, value in settings.items() if value is not None},
         host=host,
         port=port,

@@ -33,6 +33,7 @@ from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.compiling import Compiler
 from chairlift.serving.engine_start import BlockEnds, Job, Started, start
+from chairlift.serving.fetching import Fetching, Waiting
 from chairlift.serving.link import Link
 from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores, Scored, Stats, StepReport, Submit
 from chairlift.serving.prefills import Prefills
@@ -42,6 +43,7 @@ log = logging.getLogger("chairlift")
 FAULT = 4  # exit code of an engine after its device has failed
 _COLLECT_EVERY = 600.0  # seconds between full garbage collections while requests run
 IDLE_MS = 400  # between two heartbeats of an idle engine
+_TOKEN_SECONDS = 2e-5  # to compute a prompt's token, before any has been computed
 _READERS_MS = 20  # between two checks of HTTP processes that are behind
 
 
@@ -82,6 +84,11 @@ class EngineLoop:
             self._poller.register(self._prefills.reader, zmq.POLLIN)
         for each in () if blocks is None else blocks.incoming:
             self._poller.register(each.reader, zmq.POLLIN)
+        self._fetching: Fetching | None = None
+        if blocks is not None and blocks.store is not None:
+            guess = max(slowest_step / hello.step_tokens, _TOKEN_SECONDS)
+            self._fetching = Fetching(blocks.store, engine.scheduler, guess)
+            self._poller.register(self._fetching.reader, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until the parent process ends, or until the engine cannot run another step."""
@@ -102,10 +109,12 @@ class EngineLoop:
 
     def receive(self, wait: float) -> None:
         """Handle the orders of all HTTP processes; with nothing to compute, wait up to `wait` seconds for one."""
-        if self._blocks is not None:
-            self._exchange_blocks(self._blocks)  # before it waits: senders may need the slots
+        if self._blocks is not None and self._exchange_blocks(self._blocks):
+            wait = 0.0  # a request was submitted
         if wait:
             self._send_updates(Outcome())
+            if self._fetching is not None and self._fetching.wait is not None:
+                wait = min(wait, self._fetching.wait)
             if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * wait))):
                 self._collect_garbage(self._engine.clock.now())
             for each in () if self._blocks is None else self._blocks.incoming:
@@ -126,14 +135,21 @@ class EngineLoop:
         if now - self._last_collection > _COLLECT_EVERY:
             self._collect_garbage(now)
 
-    def _exchange_blocks(self, blocks: BlockEnds) -> None:
-        """Give back the slots that steps have read, and report the prompts whose blocks have been read elsewhere."""
+    def _exchange_blocks(self, blocks: BlockEnds) -> bool:
+        """Give back the slots that steps have read, and report the prompts whose blocks have been read elsewhere.
+
+        Submit the requests that have waited for blocks of the store; return whether there are any.
+        """
         exchange = self._engine.scheduler.memory.prefixes.exchange
         if exchange.read:
             read, exchange.read = exchange.read, []
             blocks.exchange.free(read)
         if self._prefills is not None:
             self._prefills.report()
+        ready = [] if self._fetching is None else self._fetching.settle()
+        for each in ready:
+            self._submit_now(*each)
+        return bool(ready)
 
     def _wait_for_readers(self) -> None:
         """Run no step while an HTTP process that reads is far behind: unread updates would fill the memory."""
@@ -217,6 +233,12 @@ class EngineLoop:
     def _submit_request(self, link: Link, name: str, order: Submit, constraint: Constraint | None) -> None:
         if order.thinking is not None:
             constraint = Reasoning(order.thinking, constraint)
+        if self._fetching is not None and self._fetching.begin(Waiting(link, name, order, constraint)):
+            link.keys[order.key] = name
+            return
+        self._submit_now(link, name, order, constraint)
+
+    def _submit_now(self, link: Link, name: str, order: Submit, constraint: Constraint | None) -> None:
         try:
             self._engine.submit(as_request(name, order, constraint))
             link.keys[order.key] = name
@@ -256,6 +278,8 @@ class EngineLoop:
         self._engine.abort(name)
         if self._prefills is not None:
             self._prefills.abort(name)
+        if self._fetching is not None:
+            self._fetching.abort(name)
 
     # ---- sending updates
 
@@ -318,7 +342,7 @@ class EngineLoop:
             copied_blocks=memory.copied,
             from_host=from_host,
             from_disk=from_disk,
-            sent_blocks=0 if self._prefills is None else self._prefills.sent,
+            sent_blocks=sum(each.sent for each in (self._prefills, self._fetching) if each is not None),
             received_blocks=memory.prefixes.exchange.taken,
             checks=0 if drafts is None else drafts.checks,
             drafted=() if drafts is None else tuple(drafts.drafted),
@@ -334,6 +358,8 @@ class EngineLoop:
         self._swapped_in += len(plan.restored)
         if self._prefills is not None:
             self._prefills.stepped(plan)
+        if self._fetching is not None:
+            self._fetching.stepped(plan, seconds)
 
 
 def address_of(request: Request) -> tuple[int, int]:

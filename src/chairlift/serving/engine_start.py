@@ -21,6 +21,7 @@ from chairlift.serving.messages import Hello
 from chairlift.text.grammar import Grammars
 
 if TYPE_CHECKING:
+    from chairlift.cluster.kv_store.store import KvStore
     from chairlift.cluster.kv_transfer.incoming import Incoming
     from chairlift.cluster.kv_transfer.outgoing import Outgoing
     from chairlift.execution.build import Built, Loaded
@@ -43,14 +44,16 @@ class Job(msgspec.Struct, frozen=True):
     receives_at: list[str] = []  # addresses where it receives KV blocks of other engines
     sends: bool = False  # whether it may be asked to send KV blocks to other engines
     cluster_key: str | None = None  # file with the key of connections between hosts
+    kv_store: str | None = None  # URL of a Redis server that keeps evicted blocks
 
 
 class BlockEnds(NamedTuple):
-    """An engine's ends of the connections that carry KV blocks between engines."""
+    """An engine's ends of the connections that carry KV blocks between engines, and to the KV store."""
 
     exchange: BlockExchange
     incoming: list[Incoming]
     outgoing: Outgoing | None
+    store: KvStore | None
 
 
 class Started(NamedTuple):
@@ -99,9 +102,10 @@ def start(job: Job) -> Started:
 
 
 def block_ends(job: Job, built: Built) -> BlockEnds | None:
-    """Open the connections for KV blocks of other engines; None if there are no other engines."""
-    if not job.receives_at and not job.sends:
+    """Open the connections for KV blocks; None if there are none."""
+    if not job.receives_at and not job.sends and job.kv_store is None:
         return None
+    from chairlift.cluster.kv_store.store import KvStore
     from chairlift.cluster.kv_transfer.incoming import Incoming
     from chairlift.cluster.kv_transfer.layout import exchange_of, layout_of
     from chairlift.cluster.kv_transfer.outgoing import Outgoing
@@ -111,7 +115,9 @@ def block_ends(job: Job, built: Built) -> BlockEnds | None:
     key = b"" if job.cluster_key is None else read_key(Path(job.cluster_key))
     queue = built.engine.scheduler.memory.prefixes.exchange
     incoming = [Incoming(address, key, layout, size, queue, blocks) for address in job.receives_at]
-    return BlockEnds(blocks, incoming, Outgoing(key, layout, size, blocks) if job.sends else None)
+    outgoing = Outgoing(key, layout, size, blocks) if job.sends else None
+    store = None if job.kv_store is None else KvStore(job.kv_store, layout, size, queue, blocks)
+    return BlockEnds(blocks, incoming, outgoing, store)
 
 
 @contextmanager
