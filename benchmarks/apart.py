@@ -3,9 +3,9 @@
     python benchmarks/apart.py
 
 It starts `chairlift serve` with the default model on the loopback interface: first with one engine, then with one for
-prompts and one for answers, each with one CPU thread. Eight streams run; a prompt of 2,000 tokens is sent in the middle.
-For each server it prints the longest gap between two tokens of one stream before the prompt is sent, and from then until
-its first token and ten steps more, and the time to the prompt's first token.
+prompts and one for answers, each with one CPU thread. Eight streams run; a prompt of 2,000 tokens is sent after 100
+tokens. For each server it prints the gaps between two tokens of one stream before the prompt is sent, while it is
+computed, and from its first token to its tenth, and the time to its first token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ async def stream(http: httpx.AsyncClient, prompt: list[int], tokens: int, times:
 
 def longest_gap(streams: list[list[float]], begin: float, end: float) -> float:
     """Return the longest time between two tokens of one stream, the second of which arrived in a span."""
-    gaps = [b - a for times in streams for a, b in zip(times, times[1:], strict=False) if begin < b <= end]
+    gaps = [b - a for times in streams for a, b in pairwise(times) if begin < b <= end]
     return max(gaps)
 
 

@@ -25,7 +25,11 @@ class Pools:
 
     def __init__(self, roles: Mapping[str, Role]) -> None:
         self._roles = roles
-        self.are_apart = len(set(roles.values())) > 1
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether the engines have different roles."""
+        return len(set(self._roles.values())) > 1
 
     def decoding(self, ask: Ask, router: Router, down: Collection[str]) -> Route | None:
         """Route a request to the engine that decodes it; None if no engine works."""

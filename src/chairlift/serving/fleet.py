@@ -223,6 +223,18 @@ class Fleet:
             send_to=address,
         )
 
+    def place_prompt(
+        self, order: messages.Submit, address: str, listener: Listener
+    ) -> tuple[EngineClient, Route] | None:
+        """Send a prompt to an engine that sends its blocks to an address; None if no engine works."""
+        ask = Ask(len(order.prompt), chain_of_tokens(order.prompt, order.salt) if len(self.clients) > 1 else ())
+        route = self.router.route(ask, self._down())
+        if route is None:
+            return None
+        client = self.clients[route.name]
+        client.submit(self._prompt_of(order, address), listener)
+        return client, route
+
     def prefill_again(self, placement: Placement) -> None:
         """Handle the loss of an engine that computed a prompt."""
         assert placement.prefill is not None
