@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -67,14 +67,22 @@ async def stream(http: httpx.AsyncClient, prompt: list[int], tokens: int, times:
                 times += [time.monotonic()] * len(choices[0].get("token_ids") or ()) if choices else []
 
 
-def longest_gap(streams: list[list[float]], begin: float, end: float) -> float:
-    """Return the longest time between two tokens of one stream, the second of which arrived in a span."""
-    gaps = [b - a for times in streams for a, b in pairwise(times) if begin < b <= end]
-    return max(gaps)
+def gaps_of(streams: list[list[float]], begin: float, end: float) -> list[float]:
+    """Return the times between two tokens of one stream, the second of which arrived in a span, in order of length."""
+    return sorted(b - a for times in streams for a, b in pairwise(times) if begin < b <= end) or [0.0]
 
 
-async def measure(url: str, streams: int, length: int, seed: int) -> tuple[float, float, float]:
-    """Return the longest gap without a newcomer, the longest with one, and the newcomer's time to first token."""
+class Measured(NamedTuple):
+    """The gaps of the streams before a newcomer, while its prompt is computed and while it decodes, in seconds."""
+
+    before: list[float]
+    during: list[float]
+    after: list[float]
+    first: float  # the newcomer's time to its first token
+
+
+async def measure(url: str, streams: int, length: int, seed: int) -> Measured:
+    """Let streams run, and send a newcomer."""
     rng = random.Random(seed)
 
     def prompt(count: int) -> list[int]:
@@ -83,10 +91,10 @@ async def measure(url: str, streams: int, length: int, seed: int) -> tuple[float
     async with httpx.AsyncClient(base_url=url, timeout=300) as http:
         times: list[list[float]] = [[] for _ in range(streams)]
         running = [asyncio.create_task(stream(http, prompt(24), 4000, each)) for each in times]
-        while min(map(len, times)) < 20:
+        while min(map(len, times), default=20) < 20:
             await asyncio.sleep(0.05)
-        begin, count = time.monotonic(), len(times[0])
-        while len(times[0]) < count + 100:
+        begin = time.monotonic()
+        while min(map(len, times), default=120) < 120:
             await asyncio.sleep(0.05)
         sent = time.monotonic()
         newcomer: list[float] = []
@@ -95,7 +103,13 @@ async def measure(url: str, streams: int, length: int, seed: int) -> tuple[float
         for each in running:
             each.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    return longest_gap(times, begin, sent), longest_gap(times, sent, end), newcomer[0] - sent
+    spans = ((begin, sent), (sent, newcomer[0]), (newcomer[0], end))
+    return Measured(*(gaps_of(times, *span) for span in spans), newcomer[0] - sent)
+
+
+def shown(gaps: list[float]) -> str:
+    """Return the median, the 90th percentile and the longest gap, in milliseconds."""
+    return " / ".join(f"{1000 * gaps[int(share * (len(gaps) - 1))]:.0f}" for share in (0.5, 0.9, 1.0))
 
 
 def main() -> None:
@@ -106,20 +120,21 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--only", choices=["one", "apart"])
+    parser.add_argument("--serve", default="", help="further flags of chairlift serve")
     chosen = parser.parse_args()
     ways = {"one": ("one engine", ("--replicas", "1"), 1), "apart": ("apart", ("--role", "prefill=1,decode=1"), 2)}
     for name, (words, flags, threads) in ways.items():
         if chosen.only not in (None, name):
             continue
-        with server(chosen.model, *flags, threads=threads) as url:
+        with server(chosen.model, *flags, *chosen.serve.split(), threads=threads) as url:
             rows = [asyncio.run(measure(url, chosen.streams, chosen.prompt, seed)) for seed in range(chosen.times)]
-        for alone, joined, first in rows:
+        for before, during, after, first in rows:
             print(
-                f"{words}: longest gap {1000 * alone:.0f} ms without a newcomer, {1000 * joined:.0f} ms with one "
-                f"({joined / alone:.2f}x); its first token after {first:.2f} s",
+                f"{words}: gaps of {shown(before)} ms (median / p90 / longest) before the newcomer, {shown(during)} "
+                f"during its prompt, {shown(after)} behind it; its first token after {first:.3f} s",
                 flush=True,
             )
-        print(f"{words}: median ratio {statistics.median(joined / alone for alone, joined, _ in rows):.2f}")
+        print(f"{words}: median time to first token {statistics.median(row.first for row in rows):.3f} s")
 
 
 if __name__ == "__main__":
