@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "offline": {"offline", "openai", "cluster.tensor_parallel", "execution", "engine", "core", "models", "text"},
     "openai": {"openai", "core", "text"},
     "apis": {"apis", "openai", "core"},
-    "gateway": {"gateway", "serving", "routing", "apis", "openai", "core"},
+    "gateway": {"gateway", "cluster.kv_transfer.wire", "serving", "routing", "apis", "openai", "core"},
     "serving": {
         "serving",
         "routing",
@@ -81,7 +81,10 @@ MAY_IMPORT = {
         "models",
         "text",
         "execution.build",
+        "execution.exchange",
         "cluster.tensor_parallel.build",
+        "cluster.kv_store",
+        "cluster.kv_transfer",
     },
 }
 TOP = (

@@ -82,6 +82,9 @@ class FakeExecutor:
         self.cache = [GARBAGE] * (blocks * block_size)  # one mark a slot
         self.host = [[GARBAGE] * block_size for _ in range(host_blocks)]
         self.disk = [[GARBAGE] * block_size for _ in range(disk_blocks)]
+        self.incoming: dict[int, list[int]] = {}  # slots outside the pool, of blocks that have arrived
+        self.outgoing: dict[int, list[int]] = {}  # and of evicted blocks that leave
+        self.received = 0
         self.swapped = 0
         self.spilled = 0
         self.copied = 0
@@ -194,6 +197,11 @@ class FakeExecutor:
         leaving = [self.read_block(source) for source, _ in step.saved]
         returning = {target: self.host[source] for source, target in step.restored}
         returning |= {target: self.disk[source] for source, target in step.loaded}
+        arriving = {target: self.incoming[source] for source, target in step.received}
+        if len(arriving) != len(step.received) or returning.keys() & arriving.keys():
+            complain(f"two blocks are moved to one: {step.received} and {step.restored}")
+        self.outgoing |= {target: self.read_block(source) for source, target in step.sent}
+        self.received += len(arriving)
         spilling = [self.host[source] for source, _ in step.spilled]
         for pairs, read_from, shelf in ((step.spilled, spilling, self.disk), (step.saved, leaving, self.host)):
             if len({target for _, target in pairs}) != len(pairs):
@@ -206,6 +214,8 @@ class FakeExecutor:
         read = [self.read_block(source) for source, _ in step.copies]
         starts = {piece.sequence: piece.start for piece in plan.slices}
         self._spoil(list(returning))
+        for target, marks in arriving.items():
+            self._write_block(target, marks)
         for sequence, newcomer in zip(plan.placed, step.newcomers, strict=True):
             row = self.rows[newcomer.row]
             row.tokens, row.marks = list(newcomer.tokens), marks_of(newcomer.tokens, sequence.request.salt)
@@ -323,7 +333,9 @@ class FakeExecutor:
 
     def _leave_garbage(self, plan: StepPlan) -> None:
         """A pass that broke: everything it was to write may hold anything."""
-        self._spoil([target for _, target in (*plan.copies, *plan.restored, *plan.loaded)])
+        self._spoil([target for _, target in (*plan.copies, *plan.restored, *plan.loaded, *plan.received)])
+        for _, target in plan.sent:
+            self.outgoing[target] = [GARBAGE] * self.block_size
         for pairs, shelf in ((plan.saved, self.host), (plan.spilled, self.disk)):
             for _, target in pairs:
                 shelf[target] = [GARBAGE] * self.block_size

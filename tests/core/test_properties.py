@@ -70,6 +70,7 @@ def shapes(draw: st.DrawFn, overlap: bool | None = None) -> Shape:
         caches=draw(st.booleans()) and not groups.windows[0],
         host_blocks=(host := draw(st.sampled_from((0, 3, 30)))),
         disk_blocks=draw(st.sampled_from((0, 3, 30))) if host else 0,
+        sent_blocks=draw(st.sampled_from((0, 0, 2, 8))),
         windows=groups.windows,
     )
 
@@ -83,10 +84,16 @@ def walk(shape: Shape, seed: int, events: int) -> World:
     haste = random.random()  # how fast newcomers come
     trouble = random.choice(TROUBLE)  # how often somebody leaves or something breaks
     eos = random.choice((0, 1, 4))
+    arrives = random.random() < 0.5  # whether blocks come from other processes
     while world.events < events:
         chance = random.random()
         if chance < trouble:
             cause_trouble(world, random)
+        elif chance < trouble + 0.1 and arrives:
+            size = shape.block_size
+            count = random.randint(size, max(size, shape.max_length))
+            first = random.choice((0, random.randint(0, count // size)))
+            world.arrive(words(world, random, count), "a" if random.random() < 0.1 else "", first)
         elif not world.engine.has_work or (len(world.live) < crowd and random.random() < haste):
             submit_anything(world, random, eos)
         else:
@@ -170,6 +177,8 @@ def test_random_events_break_no_promise(overlap: bool, size: int, record_propert
             "searches",
             "accepted",
             "rejected",
+            "received",
+            "departed",
         ),
         0,
     )
@@ -188,6 +197,8 @@ def test_random_events_break_no_promise(overlap: bool, size: int, record_propert
         seen["searches"] += world.searches
         seen["accepted"] += world.executor.accepted
         seen["rejected"] += world.executor.rejected
+        seen["received"] += world.executor.received
+        seen["departed"] += world.departures
         seen["cached"] += counters.cached_tokens
         cache = world.scheduler.memory.prefix_cache
         seen["evicted"] += 0 if cache is None else cache.evictions

@@ -32,11 +32,12 @@ from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
 from chairlift.core.drafting import Drafter, Proposal
 from chairlift.core.errors import RequestError
+from chairlift.core.exchange import Arrived
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.prefix_cache import PrefixCache
-from chairlift.core.prefix_node import Node
+from chairlift.core.prefix_node import Node, packed
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
@@ -59,6 +60,7 @@ class Shape:
     host_blocks: int = 0
     caches: bool = False
     disk_blocks: int = 0
+    sent_blocks: int = 0  # slots outside the pool for evicted blocks
     windows: tuple[int, ...] = (0,)  # of each group of layers
 
     def turns(self, prompt: int, limit: int) -> int:
@@ -226,6 +228,9 @@ class World:
             shape.disk_blocks,
             shape.windows,
         )
+        self.exchange = self.scheduler.memory.prefixes.exchange
+        self.exchange.free.extend(range(shape.sent_blocks))
+        self.arrivals = self.departures = 0  # blocks
         self.clock = ManualClock()
         self.engine = Engine(self.scheduler, self.executor, self.clock, overlap=shape.overlap)
         self.live: dict[str, Record] = {}
@@ -316,6 +321,31 @@ class World:
         assert record.ended[key[1]] is FinishReason.STOP
         assert not blocks_of(sequence)
 
+    def arrive(self, tokens: list[int], salt: str, first: int) -> None:
+        """Bring the blocks of some tokens from another process, from number `first` on."""
+        size = self.shape.block_size
+        count = len(tokens) // size
+        marks = [mark_in(mark, 0) for mark in marks_of(tokens, salt)]
+        slots = range(self.arrivals, self.arrivals + count - first)
+        for number, slot in enumerate(slots, first):
+            self.executor.incoming[slot] = marks[number * size : (number + 1) * size]
+        self.arrivals += len(slots)
+        if slots:
+            self.exchange.arrived.append(Arrived(salt, packed(tokens[: count * size]), first, slots))
+
+    def _watch_exchange(self) -> None:
+        """Slots are given back once, and what has left is what it says."""
+        for slot in self.exchange.read:
+            del self.executor.incoming[slot]
+        self.exchange.read.clear()
+        for salt, key, slot in self.exchange.written:
+            tokens = list(unpack(f"{len(key) // 4}i", key))
+            marks = [mark_in(mark, 0) for mark in marks_of(tokens, salt)[-self.shape.block_size :]]
+            assert self.executor.outgoing.pop(slot) == marks, f"slot {slot} does not hold {tokens} of {salt!r}"
+            self.exchange.free.append(slot)
+            self.departures += 1
+        self.exchange.written.clear()
+
     def break_next(self, at_submit: bool, at_choose: bool = False) -> None:
         """Let the executor fail in the next pass that it starts, that it is sent masks for, or that it collects."""
         if at_submit:
@@ -330,6 +360,7 @@ class World:
         self.engine._failed_steps = 0  # here passes break by chance, and however many in a row the next may succeed
         events = self.engine.step()
         self._verify_cache()
+        self._watch_exchange()
         self._watch_progress()
         plans = self.scheduler.plans
         for sequence in self.scheduler.newcomers if self.scheduler.is_fcfs else ():
@@ -394,6 +425,8 @@ class World:
         assert not scheduler.yielded, "preempted sequences never came back"
         assert pool.available == pool.total
         scheduler.memory.preemption.check([])  # nothing is left in host memory
+        assert not self.executor.incoming, "slots of arrived blocks were not given back"
+        assert sorted(self.exchange.free) == list(range(self.shape.sent_blocks)), "slots of evicted blocks are lost"
         assert scheduler.counters.submitted == self.submitted
         assert scheduler.counters.rejected == self.refused
 

@@ -22,7 +22,7 @@ def test_steps_that_compute_nothing_send_nothing(tmp_path: Path) -> None:
         http.setsockopt(zmq.LINGER, 0)
         http.bind(address)
         job = Job("m", {}, [address], Beat().descriptor, os.getppid())
-        engine, hello, slowest, _ = fake_engine.build(job)
+        engine, hello, slowest, *_ = fake_engine.build(job)
         spins = 0
 
         def spin() -> Outcome:

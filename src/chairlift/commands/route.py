@@ -32,6 +32,12 @@ def route(
             exists=False,
         ),
     ] = None,
+    cluster_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the secret that the servers share, if some have --role prefill and others --role decode."
+        ),
+    ] = None,
     grace: Annotated[
         float, typer.Option(help="Seconds to finish running requests after SIGTERM; match your orchestrator's.")
     ] = 30.0,
@@ -63,6 +69,7 @@ def route(
         host=host,
         port=port,
         keys=None if api_keys is None else str(api_keys),
+        cluster_key=None if cluster_key is None else str(cluster_key),
         grace=grace,
         max_body=int(max_body_mb * (1 << 20)),
         certificate=None if tls_cert is None else str(tls_cert),

@@ -23,14 +23,46 @@ def serve(
         str | None, typer.Option(help="The model's name in the API (default: as given).")
     ] = None,
     replicas: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Engines of each model, with equal shares of memory; one per GPU where there are several. Raise it to "
             "serve from more GPUs, or when one engine cannot use all cores.",
             min=1,
             max=64,
+            show_default="1",
         ),
-    ] = 1,
+    ] = None,
+    role: Annotated[
+        str,
+        typer.Option(
+            help="Compute prompts and answers in different engines, so that a long prompt does not slow answers down: "
+            "how many engines for each, such as prefill=1,decode=2 (docs/cluster.md); engines of both=N are in both "
+            "pools. prefill or decode alone is for a server behind chairlift route. Use it when long prompts and "
+            "steady streams share a server.",
+            metavar="ROLES",
+        ),
+    ] = "both",
+    kv_listen: Annotated[
+        str | None,
+        typer.Option(
+            help="Address where a server of --role decode receives KV from other hosts; on a private network: it is "
+            "authenticated, not encrypted.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    cluster_key: Annotated[
+        Path | None,
+        typer.Option(help="A file with the secret that servers of one cluster share, for --role prefill or decode."),
+    ] = None,
+    kv_store: Annotated[
+        str | None,
+        typer.Option(
+            help="A Redis or Valkey server for evicted KV, such as redis://:PASSWORD@HOST:6379, which replicas that "
+            "name it share (docs/cluster.md). Use it when prompts return after they were evicted, or at another "
+            "replica.",
+            metavar="URL",
+        ),
+    ] = None,
     routing: Annotated[
         Literal["cache-aware", "least-loaded", "session", "round-robin"],
         typer.Option(
@@ -114,8 +146,11 @@ def serve(
     settings: dict[str, Any],
 ) -> None:
     """Serve a model, or several, over an OpenAI-compatible API."""
+    from chairlift.cluster.kv_store.resp import Address
+    from chairlift.cluster.kv_transfer.wire import read_key
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
+    from chairlift.routing.pools import roles_of
     from chairlift.serving.keys import digest_of
     from chairlift.text.parsers import DIALECTS
 
@@ -136,6 +171,17 @@ def serve(
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
     if tool_parser is not None and tool_parser not in DIALECTS:
         raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
+    roles = roles_of(role, replicas)
+    if role in ("prefill", "decode") and cluster_key is None:
+        raise SettingsError(f"--role {role} is for a server behind a router: give both the same --cluster-key")
+    if (role == "decode") != (kv_listen is not None):
+        raise SettingsError("--role decode needs --kv-listen HOST:PORT, and only it does")
+    if kv_listen is not None and (len(roles) > 1 or len(model) > 1):
+        raise SettingsError("--role decode is for a server with one engine: start one server for each")
+    if cluster_key is not None:
+        read_key(cluster_key)
+    if kv_store is not None:
+        Address.of(kv_store)  # rejects a wrong URL before loading
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     models = named_models(model, served_model_name)
     for each in models.values():
@@ -145,8 +191,13 @@ def serve(
 
     plan = Plan(
         models=[ModelPlan(name, each) for name, each in models.items()],
-        replicas=replicas,
+        replicas=len(roles),
+        roles=roles if len(set(roles)) > 1 else [],
+        role=roles[0] if len(set(roles)) == 1 else "both",
+        receives_at="" if kv_listen is None else f"tcp:{kv_listen}",
+        cluster_key=None if cluster_key is None else str(cluster_key),
         routing=routing,
+        kv_store=kv_store,
         settings={name: value for name, value in settings.items() if value is not None},
         host=host,
         port=port,

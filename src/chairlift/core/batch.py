@@ -43,7 +43,7 @@ class RunningBatch:
         for each in list(sequence.group.members):
             self._memory.admit(step, each)
             if each.started is None:
-                each.cached = each.computed
+                each.cached = max(0, each.computed - each.request.prefilled)
                 self._counters.prompt_tokens += each.prompt_length
                 self._counters.cached_tokens += each.cached
             self.place(step, each, now)

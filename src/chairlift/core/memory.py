@@ -187,7 +187,7 @@ class Memory:
     def finish(self, step: StepPlan) -> None:
         """Complete a plan: add the evictions, and note the step as in flight."""
         self.prefixes.plan_moves(step)
-        if step.sequences:
+        if step:
             self.prefixes.in_flight.append(step)
         else:  # an empty step is not launched, so it saves nothing: all running sequences wait for tokens in flight
             self.disown(step, ())

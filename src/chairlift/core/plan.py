@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from chairlift.core.exchange import Departing
 from chairlift.core.prefix_node import Node
 from chairlift.core.request import FinishReason, Sequence
 from chairlift.core.step import Newcomer, PromptLogprobs, Step, TokenLogprobs
@@ -31,6 +32,7 @@ class StepPlan(Step):
     fresh: list[Node] = field(default_factory=list)
     # Blocks of windows that nodes get if this pass succeeds: the sequence that holds them, their place and the node.
     lent: list[tuple[Sequence, int, Node]] = field(default_factory=list)
+    departing: list[Departing] = field(default_factory=list)  # of each block in `sent`
 
     @property
     def slices(self) -> list[Slice]:
@@ -62,7 +64,7 @@ class StepPlan(Step):
                 setattr(self, name, [column[place] for place in kept] if column else [])
 
     def __bool__(self) -> bool:
-        return bool(self.sequences)
+        return bool(self.sequences or self.received)
 
 
 def blocks_of(sequence: Sequence) -> list[list[int]]:

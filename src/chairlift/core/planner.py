@@ -17,6 +17,7 @@ from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import Phase, Sequence
 from chairlift.core.speculation import Speculation
 
+_COPIED = 4  # a step with running sequences copies arrived blocks of up to its tokens divided by this
 _REKEY = 8  # plans after which the queue is sorted again for a policy that reads the prefix cache; more when it is long
 
 
@@ -56,6 +57,10 @@ class Planner:
     def plan(self, now: float, moved: list[Sequence]) -> StepPlan:
         """Choose the slices of one forward pass; `moved` are beams that continue another one since the last."""
         step = StepPlan()
+        if self._memory.prefixes.exchange.arrived:
+            # Copies take time: while sequences run, those of many blocks are spread over several steps.
+            blocks = self._limits.step_tokens // self._memory.pool.block_size
+            self._memory.prefixes.take_in(step, max(1, blocks // _COPIED) if self._running else blocks + 1)
         self._plans += 1
         if self._policy.reads_cache and self._plans % max(_REKEY, len(self._waiting) // _REKEY) == 0:
             self._waiting.rekey()
@@ -67,7 +72,7 @@ class Planner:
             self._extend_prompts(step, self._in_prefill(step))
             if len(step.preempted) == preempted:
                 self._admit(step, now)
-            if not step:
+            if not step.sequences:
                 self._prompt_steps = 0
                 self._extend(step)
         else:

@@ -27,6 +27,7 @@ from struct import Struct
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
+from chairlift.core.exchange import Departing, Exchange, key_of
 from chairlift.core.prefix_node import LEAF, NO_OTHERS, TOKEN_BYTES, Move, Node, below, common_tokens, packed
 
 HOST, DISK = 0, 1  # shelves
@@ -49,11 +50,14 @@ class PrefixCache:
         self.evictions = 0  # from the device
         self.returns = [0] * len(self.shelves)  # blocks loaded from each shelf
         self.leaving: list[Move] = []  # moves to shelves of the present plan
+        self.departing: list[tuple[int, Departing]] = []  # evicted blocks that the present plan sends out
+        self.coming: dict[int, int] = {}  # blocks that the present plan fills from slots outside the pool
+        self.exchange = Exchange()
         self.is_sound: Callable[[int], bool] = lambda slot: True  # whether a block on disk passes its checksum
         self._pool = pool
         self._cost = cost or Cost()
-        self._width = pool.block_size * TOKEN_BYTES
-        self._chunks = Struct(f"{self._width}s")
+        self.width = pool.block_size * TOKEN_BYTES  # bytes of a block's packed tokens
+        self._chunks = Struct(f"{self.width}s")
         self.pack = Struct(f"{pool.block_size}i").pack  # the tokens of one block, as its key
         self._roots: dict[bytes, Node] = {}
         self._nodes: list[Node | None] = [None] * pool.total  # of each block
@@ -69,7 +73,7 @@ class PrefixCache:
         node = path[-1] if path else self._roots.get(salt.encode())
         if node is None or most <= len(path):
             return
-        rest = memoryview(key)[len(path) * self._width : most * self._width]
+        rest = memoryview(key)[len(path) * self.width : most * self.width]
         with suppress(KeyError):
             for (chunk,) in self._chunks.iter_unpack(rest):
                 node = node.children[chunk]
@@ -190,6 +194,7 @@ class PrefixCache:
                 self._take_off(each)
             self._cut(each)
         for block in blocks:
+            self._drop_coming(block)
             self._nodes[block] = None
             self._pool.forget(block)
         return blocks
@@ -220,14 +225,14 @@ class PrefixCache:
             assert node.passes >= 0
             assert node.parent is not None
             assert node.parent.children[node.chunk] is node
-            assert len(node.chunk) == self._width
+            assert len(node.chunk) == self.width
             if node.block >= 0 and node.parent.parent is not None:
                 assert node.parent.block >= 0, "on the device without its parent"
                 assert not self._pool.is_held(node.block) or self._pool.is_held(node.parent.block), (
                     "held without its parent"
                 )
         assert all(root.children for root in self._roots.values()), "a root without children"
-        assert not self.leaving, "moves that no plan has taken"
+        assert not (self.leaving or self.departing or self.coming), "moves that no plan has taken"
 
     # ---- eviction
 
@@ -249,10 +254,20 @@ class PrefixCache:
                 self._lose(node)
             return
         node.block = -1
+        has_content = not self._drop_coming(block)
+        if has_content and node.is_ready and self.exchange.free and self._groups.is_plain:
+            self.departing.append((block, Departing(*key_of(node), self.exchange.free.popleft())))
         if node.shelf >= 0:
             self.shelves[node.shelf].mark_used(node.slot)  # its content is there already
-        elif not self._shelve(node, HOST, block):
+        elif not (has_content and self._shelve(node, HOST, block)):
             self._lose(node)
+
+    def _drop_coming(self, block: int) -> bool:
+        """Cancel the move of the present plan that was to fill a block; whether there was one."""
+        slot = self.coming.pop(block, None)
+        if slot is not None:
+            self.exchange.read.append(slot)
+        return slot is not None
 
     def _dropped(self, shelf: int, slot: int) -> None:
         """Handle the eviction of a slot from a shelf."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cache_groups import CacheGroups
+from chairlift.core.exchange import Arrived, Exchange
 from chairlift.core.plan import StepPlan
 from chairlift.core.prefix_cache import HOST, PrefixCache
 from chairlift.core.prefix_node import Node, packed
@@ -24,6 +25,7 @@ class PrefixBinding:
         self.running: list[Sequence] = []  # other sequences may start with their answers
         self.has_new_tokens = False  # whether answers have grown since they were last inserted
         self.in_flight: list[StepPlan] = []  # steps that have neither been applied nor failed, in order
+        self.exchange = Exchange() if cache is None else cache.exchange
         self._pool = pool
 
     # ---- lookups
@@ -127,6 +129,49 @@ class PrefixBinding:
         for shelf, table in zip(cache.shelves, held, strict=True):
             shelf.release(table)
 
+    # ---- blocks of other processes
+
+    def take_in(self, step: StepPlan, most: int) -> None:
+        """Let a step copy up to `most` of the blocks that have arrived into the pool, as cached blocks."""
+        exchange = self.exchange
+        while exchange.arrived and most > 0:
+            salt, key, start, slots = exchange.arrived.popleft()
+            if len(slots) > most:
+                exchange.arrived.appendleft(Arrived(salt, key, start + most, slots[most:]))
+                slots = slots[:most]
+            first, end = self._take_in(step, Arrived(salt, key, start, slots))
+            exchange.taken += end - first
+            most -= end - first
+            exchange.read += (*slots[:first], *slots[end:])  # known already, or there is no room for them
+
+    def _take_in(self, step: StepPlan, arrived: Arrived) -> tuple[int, int]:
+        """Insert arrived blocks behind those that are there; return which of them the step copies."""
+        cache, size = self.cache, self._pool.block_size
+        if cache is None or not self._is_plain:
+            return 0, 0
+        path: list[Node] = []
+        cache.match(path, arrived.salt, arrived.key, arrived.first + len(arrived.slots))
+        there = next((depth for depth, node in enumerate(path) if node.block < 0), len(path))
+        first = there - arrived.first
+        if first < 0:
+            return 0, 0
+        path = path[:there]
+        parent = path[-1] if path else cache.root(arrived.salt)
+        held = BlockTable()  # so that making room does not evict them; released together, children before parents
+        self._pool.share(held, [node.block for node in path])
+        end = first
+        while end < len(arrived.slots) and self._pool.available:
+            number = arrived.first + end
+            self._pool.grow(held, (number + 1) * size)
+            chunk = arrived.key[number * cache.width : (number + 1) * cache.width]
+            node = cache.insert(parent, chunk, held.blocks[-1])
+            assert node is not None, "its parent is on the device, and it is not"
+            step.expect(node)
+            cache.coming[node.block] = arrived.slots[end]
+            parent, end = node, end + 1
+        self._pool.release(held)
+        return first, end
+
     # ---- insertion
 
     def insert(self, sequence: Sequence, computed: int, step: StepPlan | None = None) -> None:
@@ -193,18 +238,27 @@ class PrefixBinding:
             (step.saved if shelf == HOST else step.spilled).append((source, slot))
             step.fresh.append(node)
         cache.leaving = []
+        step.received += ((slot, block) for block, slot in cache.coming.items())
+        cache.coming = {}
+        step.sent += ((block, each.slot) for block, each in cache.departing)
+        step.departing += (each for _, each in cache.departing)
+        cache.departing = []
 
     def confirm(self, step: StepPlan) -> None:
         """Note that a step succeeded: the blocks that it wrote are valid."""
         self._take_out(step)
         for node in step.fresh:
             node.passes -= 1
+        self.exchange.read += (slot for slot, _ in step.received)
+        self.exchange.written += step.departing
         for sequence, i, node in step.lent:
             if sequence.phase is Phase.RUNNING and self.cache is not None:
                 self.cache.lend(node, _blocks_at(sequence.tables[1:], i))
 
     def disown(self, step: StepPlan, running: Iterable[Sequence]) -> list[Sequence]:
         """Remove the blocks that a failed step should have written; return the running sequences that share them."""
+        self.exchange.read += (slot for slot, _ in step.received)
+        self.exchange.free.extend(slot for _, slot in step.sent)
         unsaved = {slot for _, slot in step.saved}
         later = self._take_out(step)
         lost = {block for each in later for slot, block in each.restored if slot in unsaved}

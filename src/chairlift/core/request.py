@@ -56,6 +56,7 @@ class Request:
     processors: tuple[Processor, ...] = ()  # params.logits_processors, safe to call
     constraint: Constraint | None = None  # in its first state: each sequence gets a fork
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be like, for drafts
+    prefilled: int = 0  # prompt tokens that another engine computed for it: these are no prefix hits
     sampling: Sampling = field(init=False, repr=False)  # what executors need of all this
 
     def __post_init__(self) -> None:

@@ -131,8 +131,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self._live)
+        """Whether any request has not ended, or blocks have arrived for the pool."""
+        return bool(self._live or self.memory.prefixes.exchange.arrived)
 
     @property
     def serves_in_order(self) -> bool:
@@ -200,6 +200,8 @@ class Scheduler:
 
     def observe(self, step: StepPlan, seconds: float) -> None:
         """Update the cost model with the time of a step."""
+        if not step.sequences:
+            return  # it only copied blocks that had arrived
         if self._cost is not None:
             self._cost.learn(work_of(step), seconds)
         if self.planner.speculation is not None:

@@ -71,12 +71,14 @@ class Step:
     table_groups: list[int] = field(default_factory=list)  # which table of the row; empty if each row has one
     # Blocks to move before the pass. All sources are read before any target is written. `copies` stay on the device,
     # `saved` go to host memory and `restored` come from there, `spilled` go from host memory to disk, and `loaded` come
-    # from disk to the device.
+    # from disk to the device. `sent` go to slots outside the pool and `received` come from such slots (exchange.py).
     copies: Moves = field(default_factory=list)
     saved: Moves = field(default_factory=list)
     restored: Moves = field(default_factory=list)
     spilled: Moves = field(default_factory=list)
     loaded: Moves = field(default_factory=list)
+    sent: Moves = field(default_factory=list)
+    received: Moves = field(default_factory=list)
 
     def plain(self, *, chooses: bool = True) -> dict[str, Any]:
         """Return the step as numbers, strings, lists and dicts alone, for JSON or a socket.
@@ -98,7 +100,7 @@ class Step:
             Newcomer(row, index, tokens, tables, samplings[number])
             for row, index, tokens, tables, number in found.get("newcomers", ())
         ]
-        for name in ("drafts", "copies", "saved", "restored", "spilled", "loaded"):
+        for name in ("drafts", "copies", "saved", "restored", "spilled", "loaded", "sent", "received"):
             setattr(step, name, list(map(tuple, getattr(step, name))))
         return step
 

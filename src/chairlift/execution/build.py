@@ -26,6 +26,7 @@ from chairlift.costs.calibrate import calibrate
 from chairlift.costs.dry_run import compile_kernels, dry_run, warm_up_sampling
 from chairlift.engine.engine import Engine, Executor
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
+from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.speculate import add_draft_model, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
@@ -103,6 +104,7 @@ class Built:
     device: torch.device
     slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
     close: Callable[[], None] = lambda: None  # ends the processes of the other ranks
+    exchange: BlockExchange | None = None  # for blocks from and to other processes; None: of several ranks
 
     def use_masker(self, masker: Masker) -> None:
         """Compute masks with it, in memory that a GPU can copy from."""
@@ -135,7 +137,8 @@ def load_model(model: str, settings: Settings, *, progress: bool = True) -> Load
 def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Built:
     """Size the cache of a loaded model and join scheduler and executor."""
     prepared = prepare(loaded, settings, progress=progress)
-    return join(prepared, loaded, settings, prepared.executor)
+    exchange = prepared.executor.exchange = BlockExchange(prepared.cache)
+    return replace(join(prepared, loaded, settings, prepared.executor), exchange=exchange)
 
 
 def find_model(model: str, settings: Settings, *, progress: bool = True) -> Found:

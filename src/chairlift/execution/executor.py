@@ -16,6 +16,7 @@ from chairlift.core.step import Bits, Candidates, PromptLogprobs, Step, StepResu
 from chairlift.execution.checks import Checks, checks_of, samples_of
 from chairlift.execution.crowding import Crowding
 from chairlift.execution.draft_model import DraftModel
+from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.joint_sampling import FollowingSampler, LeadingSampler
 from chairlift.execution.mixed_graphs import MixedGraphs
@@ -118,6 +119,7 @@ class TorchExecutor:
             torch.empty(limits.max_samples, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(STAGING_BUFFERS)
         ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
+        self.exchange: BlockExchange | None = None  # for blocks from and to other processes
         self._draft: DraftModel | None = None
         self._coin: np.random.Generator | None = None
         self._chance = 0.0
@@ -170,11 +172,17 @@ class TorchExecutor:
     def _start(self, step: Step) -> Ticket:
         if self._crowding is not None and self._crowding.look():
             self._crowding.apply()
+        if step.sent:
+            assert self.exchange is not None, "a step that sends blocks needs slots"
+            self.exchange.send(step.sent)
         if step.saved or step.restored or step.spilled or step.loaded:
             assert self._host is not None, "a step that swaps needs host memory"
             self._host.move(step)
         elif step.copies:
             self._cache.copy(step.copies)
+        if step.received:
+            assert self.exchange is not None, "a step that receives blocks needs slots"
+            self.exchange.receive(step.received)
         if self._draft is not None:
             self._draft.copy(step)
         self._rows.update(step)
@@ -183,6 +191,9 @@ class TorchExecutor:
             if self._draft is not None:
                 self._draft.place(newcomer)
             self._scoring.place(newcomer)
+        if not step.rows:  # it only moves blocks
+            self._decodes = None
+            return Ticket(np.empty(0, np.int64), self._record(), [], [])
         prompt_scores: list[PromptScores] = []
         checks: Checks | None = None
         drafted: np.ndarray | None = None

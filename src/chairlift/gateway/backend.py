@@ -6,14 +6,20 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from typing import Annotated
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from chairlift.core.errors import SettingsError
 from chairlift.gateway.exchange import Address, Exchange, Headers, Lost, Wire
+from chairlift.routing.pools import Role
 
 _IDLE, _IDLE_SECONDS = 64, 20.0  # kept connections without a request; our server closes them after 30 s
 PROBE_SECONDS = 2.0  # for the answer to a health check
 PROBE_EVERY = 1.0
+_STATE = 64 << 10  # bytes of the answer to a health check that are read
 _FAILED_PROBES = 3  # without an answer, after which the server's requests are given up
 
 
@@ -33,6 +39,8 @@ class Backend:
         self.host = parts.netloc
         self.address = Address(parts.hostname, port, ssl.create_default_context() if parts.scheme == "https" else None)
         self.trouble: str | None = "not checked yet"
+        self.role: Role = "both"
+        self.receives_at = ""  # where it receives KV blocks
         self._failed = 0  # probes without an answer, one after the other
         self._idle: deque[Wire] = deque()
         self._open: set[Wire] = set()
@@ -110,6 +118,31 @@ class Backend:
         try:
             if exchange.status == 404 and path == "/ready":
                 return await self._probe("/health")  # servers other than ours
-            return None if exchange.status == 200 else f"it answers {path} with {exchange.status}"
+            if exchange.status != 200:
+                return f"it answers {path} with {exchange.status}"
+            self._learn(await exchange.read_all(_STATE))
+            return None
         finally:
             self._drop(exchange.wire)
+
+    def _learn(self, raw: bytes) -> None:
+        """Read the server's role, if it has one; servers other than ours have none."""
+        try:
+            state = _decode_state(raw)
+        except msgspec.DecodeError:
+            state = State()
+        self.role, address = state.role, state.receives_at
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        if host in ("0.0.0.0", "[::]", "::", ""):  # it listens on all its addresses: one of them is known
+            address = f"tcp:{self.address.host}:{port}"
+        self.receives_at = address if port else ""
+
+
+class State(msgspec.Struct):
+    """What the answer to a health check says of a server's role."""
+
+    role: Role = "both"
+    receives_at: Annotated[str, Meta(max_length=256)] = ""
+
+
+_decode_state = msgspec.json.Decoder(State).decode

@@ -21,10 +21,11 @@ from chairlift.gateway.asks import Read
 from chairlift.gateway.backend import Backend
 from chairlift.gateway.exchange import Exchange, Lost
 from chairlift.gateway.pool import Pool
-from chairlift.routing.router import Route
+from chairlift.routing.router import End, Route
 from chairlift.serving.admission import Ticket
 from chairlift.serving.failures import Failure, unavailable
 from chairlift.serving.replying import until_disconnected
+from chairlift.serving.sending import PROOF, SEND_TO, proof_of
 
 log = logging.getLogger("chairlift")
 
@@ -109,9 +110,8 @@ class Forward:
         path = http.scope.get("raw_path") or http.url.path.encode()
         query = http.scope["query_string"]
         self._target = (path.partition(b"?")[0] + (b"?" + query if query else b"")).decode("latin-1")
-        self._headers = [
-            pair for pair in http.headers.raw if pair[0].lower() not in _OWN and pair[0].lower() != b"content-length"
-        ]
+        dropped = {*_OWN, b"content-length", SEND_TO.encode(), PROOF.encode()}
+        self._headers = [pair for pair in http.headers.raw if pair[0].lower() not in dropped]
 
     async def run(self, send: Any) -> int:
         """Send the request and pass the reply on; return its status."""
@@ -157,7 +157,7 @@ class Forward:
         busy: list[Answer] = []
         lost: list[str] = []
         while len(lost) < _LOSSES:
-            route = pool.router.route(self._read.ask, {*tried, *pool.lacking(model)})
+            route = pool.pools.decoding(self._read.ask, pool.router, {*tried, *pool.lacking(model)})
             if route is None:
                 break
             if tried:
@@ -165,6 +165,7 @@ class Forward:
             tried.append(route.name)
             backend = pool.backends[route.name]
             try:
+                await self._prefill(backend, route)
                 answer = await self._attempt(backend, route)
             except Lost as error:
                 route.end("failed")
@@ -178,6 +179,34 @@ class Forward:
             backend.release(answer.exchange)
             busy.append(answer)
         return self._refuse(busy, lost)
+
+    async def _prefill(self, backend: Backend, decoding: Route) -> None:
+        """Let another server compute the prompt and send its KV to the one that decodes it, if that is of use.
+
+        Whatever comes of it, the request can go on: the server that decodes it computes what it lacks.
+        """
+        pool, address = self._pool, backend.receives_at
+        if pool.cluster_key is None or not address:
+            return
+        lacking = {*pool.lacking(self._read.model)}
+        route = pool.pools.prefilling(self._read.ask, pool.router, decoding, lacking)
+        if route is None:
+            return
+        other, exchange = pool.backends[route.name], None
+        how: End = "aborted"
+        headers = [(SEND_TO.encode(), address.encode()), (PROOF.encode(), proof_of(pool.cluster_key, address).encode())]
+        try:
+            exchange = await other.send(self._http.method, self._target, [*self._headers, *headers], self._body.raw)
+            await exchange.read_all(_ERROR)
+            how = "finished" if exchange.status < 400 else "rejected"
+        except Lost as error:
+            how = "failed"
+            log.warning("%s was lost while it computed a prompt: %s", other.name, error)
+            pool.suspect(other)
+        finally:
+            if exchange is not None:
+                other.release(exchange)
+            route.end(how)
 
     async def _attempt(self, backend: Backend, route: Route) -> Answer:
         exchange = None

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from chairlift.core.errors import SettingsError
 from chairlift.gateway.backend import PROBE_EVERY, Backend
+from chairlift.routing.pools import Pools, Role
 from chairlift.routing.router import Router
 
 log = logging.getLogger("chairlift")
@@ -23,11 +24,14 @@ _MODELS = 1024  # names of models to remember; clients may send any
 class Pool:
     """All servers, with the router that chooses among them."""
 
-    def __init__(self, urls: Sequence[str], policy: str) -> None:
+    def __init__(self, urls: Sequence[str], policy: str, cluster_key: bytes | None = None) -> None:
         self.backends = {backend.name: backend for backend in map(Backend, urls)}
         if len(self.backends) < len(urls):
             raise SettingsError("a server is given twice: give each URL once")
         self.router = Router(self.backends, policy)
+        self.cluster_key = cluster_key  # to let a server compute prompts for another one; None: they do not
+        self.roles: dict[str, Role] = dict.fromkeys(self.backends, "both")
+        self.pools = Pools(self.roles)
         self.moved = dict.fromkeys(self.backends, 0)
         self._lacking: OrderedDict[str, set[str]] = OrderedDict()  # servers without a model, by its name
         for name in self.backends:
@@ -76,6 +80,7 @@ class Pool:
         elif before is not None:
             # It may have been restarted, with an empty cache and another model.
             self.router.forget(backend.name)
+            self.roles[backend.name] = backend.role
             for lacking in self._lacking.values():
                 lacking.discard(backend.name)
             self.router.readmit(backend.name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from chairlift.cluster.kv_transfer.wire import read_key
 from chairlift.gateway.app import Gateway
 from chairlift.gateway.pool import Pool
 from chairlift.serving import logs
@@ -25,6 +26,7 @@ class GatewayPlan(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8080
     keys: str | None = None
+    cluster_key: str | None = None
     grace: float = 30.0
     max_body: int = 8 << 20
     certificate: str | None = None
@@ -38,14 +40,18 @@ async def serve(plan: GatewayPlan, say: Callable[[str], None]) -> int:
     keyring = Keyring.read(Path(plan.keys), os.environ) if plan.keys else None
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
-    pool = Pool(plan.urls, plan.routing)
+    key = None if plan.cluster_key is None else read_key(Path(plan.cluster_key))
+    pool = Pool(plan.urls, plan.routing, key)
     listener = listen(plan.host, plan.port)
     gateway = Gateway(pool, keyring, plan.max_body)
     await pool.open()
     server = HttpServer(gateway, listener, lambda reason: None, plan.certificate, plan.private_key)
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     scheme = "https" if plan.certificate else "http"
-    states = "".join(f"  server     {name} ({each.trouble or 'ok'})\n" for name, each in pool.backends.items())
+    states = "".join(
+        f"  server     {name} ({each.trouble or each.role.replace('both', 'ok')})\n"
+        for name, each in pool.backends.items()
+    )
     say(
         f"\n{states}  routing    {plan.routing}\n"
         f"  address    {scheme}://{host}:{listener.getsockname()[1]}/v1   (health: /health, metrics: /metrics)\n"

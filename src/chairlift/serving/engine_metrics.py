@@ -49,6 +49,8 @@ class EngineMetrics:
             self._counter("prefix_cache_evictions", "KV blocks evicted from the prefix cache."),
             self._counter("prefix_cache_copies", "KV blocks copied from the prefix cache for a partial hit."),
             *(returns.labels(*labels, tier) for tier in ("host", "disk")),
+            self._counter("kv_blocks_sent", "KV blocks sent to other engines and to the KV store."),
+            self._counter("kv_blocks_received", "KV blocks received from other engines and from the KV store."),
             self._counter("spec_decode_num_drafts", "Checks of draft tokens: slices of more than a token in a decode."),
             *(family.labels(*labels, str(place + 1)) for family in drafts for place in range(MAX_DRAFTS)),
         )
@@ -97,9 +99,10 @@ class EngineMetrics:
             self._policy = s.policy
         counts = (s.submitted, s.finished, s.aborted, s.rejected, s.failed)  # in the order that _lose_engine expects
         cache = (s.queried_tokens, s.cached_tokens, s.evicted_blocks, s.copied_blocks, s.from_host, s.from_disk)
+        moved = (s.sent_blocks, s.received_blocks)
         none = (0,) * MAX_DRAFTS
         drafts = (s.checks, *(s.drafted or none), *(s.accepted or none))
-        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache, *drafts)
+        totals = (*counts, s.preemptions, s.swapped_out, s.swapped_in, *cache, *moved, *drafts)
         if totals != self._totals:
             self._count_up(totals)
 

@@ -32,15 +32,18 @@ from chairlift.engine.loop import drive
 from chairlift.serving import messages
 from chairlift.serving.beat import PATIENCE, Beat
 from chairlift.serving.compiling import Compiler
-from chairlift.serving.engine_start import Job, Started, start
+from chairlift.serving.engine_start import BlockEnds, Job, Started, start
+from chairlift.serving.fetching import Fetching, Waiting
 from chairlift.serving.link import Link
 from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores, Scored, Stats, StepReport, Submit
+from chairlift.serving.prefills import Prefills
 
 log = logging.getLogger("chairlift")
 
 FAULT = 4  # exit code of an engine after its device has failed
 _COLLECT_EVERY = 600.0  # seconds between full garbage collections while requests run
 IDLE_MS = 400  # between two heartbeats of an idle engine
+_TOKEN_SECONDS = 2e-5  # to compute a prompt's token, before any has been computed
 _READERS_MS = 20  # between two checks of HTTP processes that are behind
 
 
@@ -48,7 +51,13 @@ class EngineLoop:
     """Drives an engine for HTTP processes."""
 
     def __init__(
-        self, engine: Engine, hello: Hello, job: Job, slowest_step: float, compiler: Compiler | None = None
+        self,
+        engine: Engine,
+        hello: Hello,
+        job: Job,
+        slowest_step: float,
+        compiler: Compiler | None = None,
+        blocks: BlockEnds | None = None,
     ) -> None:
         self._engine = engine
         self._compiler = compiler
@@ -61,7 +70,7 @@ class EngineLoop:
         self._questions: deque[tuple[Link, messages.Explain]] = deque()  # bounded by each HTTP process
         self._swapped_out = self._swapped_in = 0  # blocks
         self._last_collection, self._has_run = 0.0, True
-        engine.on_step = self._count_swaps
+        engine.on_step = self._stepped
         self._context: zmq.Context[Any] = zmq.Context()
         self._links = [Link(self._context, address) for address in job.sockets]
         self._poller = zmq.Poller()
@@ -69,6 +78,17 @@ class EngineLoop:
             link.register(self._poller)
         if compiler is not None:
             self._poller.register(compiler.reader, zmq.POLLIN)
+        self._blocks = blocks
+        self._prefills = None if blocks is None or blocks.outgoing is None else Prefills(blocks.outgoing)
+        if self._prefills is not None:
+            self._poller.register(self._prefills.reader, zmq.POLLIN)
+        for each in () if blocks is None else blocks.incoming:
+            self._poller.register(each.reader, zmq.POLLIN)
+        self._fetching: Fetching | None = None
+        if blocks is not None and blocks.store is not None:
+            guess = max(slowest_step / hello.step_tokens, _TOKEN_SECONDS)
+            self._fetching = Fetching(blocks.store, engine.scheduler, guess)
+            self._poller.register(self._fetching.reader, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until the parent process ends, or until the engine cannot run another step."""
@@ -89,10 +109,16 @@ class EngineLoop:
 
     def receive(self, wait: float) -> None:
         """Handle the orders of all HTTP processes; with nothing to compute, wait up to `wait` seconds for one."""
+        if self._blocks is not None and self._exchange_blocks(self._blocks):
+            wait = 0.0  # a request was submitted
         if wait:
             self._send_updates(Outcome())
+            if self._fetching is not None and self._fetching.wait is not None:
+                wait = min(wait, self._fetching.wait)
             if not self._poller.poll(int(min(IDLE_MS, 1 + 1000 * wait))):
                 self._collect_garbage(self._engine.clock.now())
+            for each in () if self._blocks is None else self._blocks.incoming:
+                each.hear()
         self._take_orders()
         self._answer_questions()
         if self._engine.has_work:
@@ -108,6 +134,22 @@ class EngineLoop:
         now = self._engine.clock.now()
         if now - self._last_collection > _COLLECT_EVERY:
             self._collect_garbage(now)
+
+    def _exchange_blocks(self, blocks: BlockEnds) -> bool:
+        """Give back the slots that steps have read, and report the prompts whose blocks have been read elsewhere.
+
+        Submit the requests that have waited for blocks of the store; return whether there are any.
+        """
+        exchange = self._engine.scheduler.memory.prefixes.exchange
+        if exchange.read:
+            read, exchange.read = exchange.read, []
+            blocks.exchange.free(read)
+        if self._prefills is not None:
+            self._prefills.report()
+        ready = [] if self._fetching is None else self._fetching.settle()
+        for each in ready:
+            self._submit_now(*each)
+        return bool(ready)
 
     def _wait_for_readers(self) -> None:
         """Run no step while an HTTP process that reads is far behind: unread updates would fill the memory."""
@@ -145,8 +187,7 @@ class EngineLoop:
                         self._submit(number, link, order)
                     case messages.Abort(key):
                         if key in link.keys:
-                            self._compiling.pop(link.keys[key], None)
-                            self._engine.abort(link.keys.pop(key))
+                            self._abort(link.keys.pop(key))
                     case messages.Stop(key, index):
                         if key in link.keys and link.keys[key] not in self._compiling:
                             self._engine.stop_answer(link.keys[key], index)
@@ -192,9 +233,17 @@ class EngineLoop:
     def _submit_request(self, link: Link, name: str, order: Submit, constraint: Constraint | None) -> None:
         if order.thinking is not None:
             constraint = Reasoning(order.thinking, constraint)
+        if self._fetching is not None and self._fetching.begin(Waiting(link, name, order, constraint)):
+            link.keys[order.key] = name
+            return
+        self._submit_now(link, name, order, constraint)
+
+    def _submit_now(self, link: Link, name: str, order: Submit, constraint: Constraint | None) -> None:
         try:
             self._engine.submit(as_request(name, order, constraint))
             link.keys[order.key] = name
+            if order.send_to and self._prefills is not None:
+                self._prefills.begin(name, link, order)
         except RequestError as error:
             link.keys.pop(order.key, None)
             self._refuse(link, order, str(error))
@@ -221,9 +270,16 @@ class EngineLoop:
 
     def _abort_all(self, link: Link) -> None:
         for name in link.keys.values():
-            self._compiling.pop(name, None)
-            self._engine.abort(name)
+            self._abort(name)
         link.keys.clear()
+
+    def _abort(self, name: str) -> None:
+        self._compiling.pop(name, None)
+        self._engine.abort(name)
+        if self._prefills is not None:
+            self._prefills.abort(name)
+        if self._fetching is not None:
+            self._fetching.abort(name)
 
     # ---- sending updates
 
@@ -231,6 +287,8 @@ class EngineLoop:
         updates: dict[int, list[AnswerUpdate]] = defaultdict(list)
         for event in outcome:
             number, key = address_of(event.sequence.request)
+            if self._prefills is not None and event.sequence.request.id in self._prefills:
+                continue
             if key in self._links[number].keys:  # else it was aborted and its listener dropped
                 updates[number].append(as_update(key, event))
         stats = self._measure(took)
@@ -246,7 +304,11 @@ class EngineLoop:
                 self._abort_all(link)
         self._stats = sent
         for event in outcome.events:
-            if event.finish_reason is not None and not self._engine.scheduler.is_live(event.sequence.request.id):
+            if event.finish_reason is None:
+                continue
+            if self._prefills is not None and event.sequence.request.id in self._prefills:
+                self._prefills.ended(event)
+            elif not self._engine.scheduler.is_live(event.sequence.request.id):
                 number, key = address_of(event.sequence.request)
                 self._links[number].keys.pop(key, None)
 
@@ -280,6 +342,8 @@ class EngineLoop:
             copied_blocks=memory.copied,
             from_host=from_host,
             from_disk=from_disk,
+            sent_blocks=sum(each.sent for each in (self._prefills, self._fetching) if each is not None),
+            received_blocks=memory.prefixes.exchange.taken,
             checks=0 if drafts is None else drafts.checks,
             drafted=() if drafts is None else tuple(drafts.drafted),
             accepted=() if drafts is None else tuple(drafts.accepted),
@@ -289,9 +353,13 @@ class EngineLoop:
             policy=scheduler.policy.stats(),
         )
 
-    def _count_swaps(self, plan: StepPlan, begun: float, seconds: float) -> None:
+    def _stepped(self, plan: StepPlan, begun: float, seconds: float) -> None:
         self._swapped_out += len(plan.saved)
         self._swapped_in += len(plan.restored)
+        if self._prefills is not None:
+            self._prefills.stepped(plan)
+        if self._fetching is not None:
+            self._fetching.stepped(plan, seconds)
 
 
 def address_of(request: Request) -> tuple[int, int]:
@@ -318,6 +386,7 @@ def as_request(name: str, order: Submit, constraint: Constraint | None = None) -
         endpoint=order.endpoint,
         constraint=constraint,
         prediction=tuple(order.prediction),
+        prefilled=order.prefilled,
     )
 
 
@@ -369,7 +438,7 @@ def main(build_engine: Callable[[Job], Started] = start) -> None:
             time.sleep(0.05)
         time.sleep(0.2)  # ZeroMQ sends in the background, and LINGER is 0
         sys.exit(3)
-    EngineLoop(started.engine, started.hello, job, started.slowest_step, started.compiler).run()
+    EngineLoop(started.engine, started.hello, job, started.slowest_step, started.compiler, started.blocks).run()
     if started.engine.fault is not None:
         sys.exit(FAULT)
 

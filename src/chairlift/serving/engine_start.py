@@ -21,7 +21,11 @@ from chairlift.serving.messages import Hello
 from chairlift.text.grammar import Grammars
 
 if TYPE_CHECKING:
-    from chairlift.execution.build import Loaded
+    from chairlift.cluster.kv_store.store import KvStore
+    from chairlift.cluster.kv_transfer.incoming import Incoming
+    from chairlift.cluster.kv_transfer.outgoing import Outgoing
+    from chairlift.execution.build import Built, Loaded
+    from chairlift.execution.exchange import BlockExchange
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -37,6 +41,19 @@ class Job(msgspec.Struct, frozen=True):
     place: int = 0
     engines: int = 1
     lock: str = ""  # file that an engine locks while it measures and takes memory, if there are several
+    receives_at: list[str] = []  # addresses where it receives KV blocks of other engines
+    sends: bool = False  # whether it may be asked to send KV blocks to other engines
+    cluster_key: str | None = None  # file with the key of connections between hosts
+    kv_store: str | None = None  # URL of a Redis server that keeps evicted blocks
+
+
+class BlockEnds(NamedTuple):
+    """An engine's ends of the connections that carry KV blocks between engines, and to the KV store."""
+
+    exchange: BlockExchange
+    incoming: list[Incoming]
+    outgoing: Outgoing | None
+    store: KvStore | None
 
 
 class Started(NamedTuple):
@@ -46,6 +63,7 @@ class Started(NamedTuple):
     hello: Hello
     slowest_step: float  # seconds
     compiler: Compiler | None = None
+    blocks: BlockEnds | None = None
 
 
 def start(job: Job) -> Started:
@@ -80,7 +98,26 @@ def start(job: Job) -> Started:
         capacity=str(built.capacity),
         eos_ids=sorted(config.eos_ids),
     )
-    return Started(built.engine, hello, built.slowest_step, compiler)
+    return Started(built.engine, hello, built.slowest_step, compiler, block_ends(job, built))
+
+
+def block_ends(job: Job, built: Built) -> BlockEnds | None:
+    """Open the connections for KV blocks; None if there are none."""
+    if not job.receives_at and not job.sends and job.kv_store is None:
+        return None
+    from chairlift.cluster.kv_store.store import KvStore
+    from chairlift.cluster.kv_transfer.incoming import Incoming
+    from chairlift.cluster.kv_transfer.layout import exchange_of, layout_of
+    from chairlift.cluster.kv_transfer.outgoing import Outgoing
+    from chairlift.cluster.kv_transfer.wire import read_key
+
+    blocks, layout, size = exchange_of(built), layout_of(built, job.model), built.capacity.block_size
+    key = b"" if job.cluster_key is None else read_key(Path(job.cluster_key))
+    queue = built.engine.scheduler.memory.prefixes.exchange
+    incoming = [Incoming(address, key, layout, size, queue, blocks) for address in job.receives_at]
+    outgoing = Outgoing(key, layout, size, blocks) if job.sends else None
+    store = None if job.kv_store is None else KvStore(job.kv_store, layout, size, queue, blocks)
+    return BlockEnds(blocks, incoming, outgoing, store)
 
 
 @contextmanager

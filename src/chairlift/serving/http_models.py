@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from chairlift.cluster.kv_transfer.wire import read_key
 from chairlift.serving.accounts import Accounts
 from chairlift.serving.app import App
 from chairlift.serving.beat import Beat
@@ -72,6 +74,9 @@ class HttpProcess:
             traces=self._traces,
             timeout=self._plan.timeout,
             max_body=self._plan.max_body,
+            role=self._plan.role,
+            receives_at=self._plan.receives_at,
+            cluster_key=None if self._plan.cluster_key is None else read_key(Path(self._plan.cluster_key)),
         )
 
     async def run(self, on_signal: Callable[[], None] = lambda: None) -> None:

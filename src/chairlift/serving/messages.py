@@ -18,6 +18,7 @@ from chairlift.core.explain import MOST, Standing
 from chairlift.core.params import SamplingParams
 
 MAX_MESSAGE = 64 << 20  # bytes
+PREFILLED = "prefilled"  # finish_reason of a prompt whose blocks another engine has got
 REFUSED = "refused"  # finish_reason of a request that the engine rejected or could not continue: the client's error
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -49,6 +50,10 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     grammar: Annotated[str, Meta(max_length=1 << 21)] = ""
     thinking: Thinking | None = None  # the answer may begin with reasoning, to which the grammar does not apply
     prediction: Annotated[list[Token], Meta(max_length=1 << 22)] = []  # tokens that the answer may repeat
+    # Address of an engine that gets the prompt's KV blocks; this engine then samples no token for the client, and
+    # reports only PREFILLED.
+    send_to: Annotated[str, Meta(max_length=256)] = ""
+    prefilled: Annotated[int, Meta(ge=0)] = 0  # prompt tokens that another engine computed and sent here
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -143,6 +148,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     copied_blocks: int = 0  # for a prefix hit that ends within a block
     from_host: int = 0  # cached blocks restored from host memory
     from_disk: int = 0
+    sent_blocks: int = 0  # to other engines and the KV store
+    received_blocks: int = 0  # from them
     checks: int = 0  # of draft tokens
     drafted: tuple[int, ...] = ()  # draft tokens checked, by position
     accepted: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from chairlift.core.settings import SchedulingSettings, Settings
+from chairlift.routing.pools import Role
 
 
 class ModelPlan(msgspec.Struct, frozen=True):
@@ -22,6 +23,7 @@ class EnginePlan(msgspec.Struct, frozen=True):
     place: int  # among all engines of the server
     model: ModelPlan
     replica: int
+    role: Role = "both"
 
     @property
     def name(self) -> str:
@@ -35,6 +37,11 @@ class Plan(msgspec.Struct, frozen=True):
     models: list[ModelPlan]
     settings: dict[str, Any]
     replicas: int = 1  # engines of each model
+    roles: list[Role] = []  # of each replica, if prompts and answers are computed apart
+    role: Role = "both"  # of the whole server, for a router in front of it
+    receives_at: str = ""  # address for KV blocks from other hosts
+    cluster_key: str | None = None  # file with the key of connections between hosts
+    kv_store: str | None = None  # URL of a Redis server that keeps evicted blocks
     routing: str = "cache-aware"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -72,7 +79,12 @@ class Plan(msgspec.Struct, frozen=True):
     def engines(self) -> list[EnginePlan]:
         """All engine processes, those of the first model first."""
         pairs = [(model, replica) for model in self.models for replica in range(self.replicas)]
-        return [EnginePlan(place, model, replica) for place, (model, replica) in enumerate(pairs)]
+        roles = self.roles or ["both"] * self.replicas
+        return [EnginePlan(place, model, replica, roles[replica]) for place, (model, replica) in enumerate(pairs)]
+
+    def kv_address_of(self, engine: EnginePlan) -> str:
+        """Return where an engine receives KV blocks of other engines of this server."""
+        return f"unix:{self.folder}/kv-{engine.place}"
 
     def socket_of(self, worker: int, engine: EnginePlan) -> str:
         """Return the address of an HTTP process's socket for an engine."""

@@ -232,7 +232,9 @@ async def ready(call: Call) -> Response:
     """Return whether new requests are accepted: 503 also while the server drains."""
     trouble = "the server is shutting down" if call.service.is_draining else call.service.trouble
     status = {"status": "ready"} if trouble is None else {"status": "not ready", "reason": trouble}
-    return json_response({**status, **_replicas(call)}, 200 if trouble is None else 503)
+    service = call.service
+    role = {} if service.role == "both" else {"role": service.role, "receives_at": service.receives_at}
+    return json_response({**status, **role, **_replicas(call)}, 200 if trouble is None else 503)
 
 
 def _replicas(call: Call) -> dict[str, Any]:

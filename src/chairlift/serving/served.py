@@ -9,6 +9,7 @@ from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.sources import resolve
 from chairlift.offline.defaults import read_defaults
 from chairlift.offline.vocabulary import read_tokenizer
+from chairlift.routing.pools import Pools
 from chairlift.routing.router import Router
 from chairlift.serving.accounts import Accounts, SharedLoads
 from chairlift.serving.admission import Admission, queue_names
@@ -66,7 +67,9 @@ class ModelParts:
         def moved(name: str) -> None:
             self.metrics.of_engine(str(engines[name].replica)).moved()
 
-        self.fleet = Fleet(clients, self._router, moved)
+        pools = Pools({name: engine.role for name, engine in engines.items()})
+        addresses = {name: plan.kv_address_of(each) for name, each in engines.items() if each.role != "prefill"}
+        self.fleet = Fleet(clients, self._router, moved, pools, addresses if pools.are_apart else None)
         checkpoint = checkpoint_of(model, plan)
         self.defaults = read_defaults(checkpoint, plan.sampling)
         tokenizer, missing = read_tokenizer(model.model, checkpoint)

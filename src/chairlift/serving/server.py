@@ -84,6 +84,13 @@ def job_of(plan: Plan, engine: EnginePlan, beat: Beat) -> Job:
         place=engine.place,
         engines=len(plan.engines),
         lock=f"{plan.folder}/memory.lock",
+        receives_at=[
+            *([plan.kv_address_of(engine)] if plan.roles and engine.role != "prefill" else []),
+            *([plan.receives_at] if plan.receives_at else []),
+        ],
+        sends=engine.role != "decode" if plan.roles else plan.role != "both",
+        cluster_key=plan.cluster_key,
+        kv_store=plan.kv_store,
     )
 
 
@@ -111,7 +118,10 @@ def banner(plan: Plan, models: list[ModelParts], *, has_keys: bool) -> str:
     key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
     chosen = choices(plan.scheduling)
     scheduling = f"  scheduling {chosen}\n" if chosen else ""
-    replicas = f"  replicas   {plan.replicas} of each model, routing {plan.routing}\n" if plan.replicas > 1 else ""
+    apart = f" ({', '.join(plan.roles)})" if plan.roles else ""
+    replicas = (
+        f"  replicas   {plan.replicas} of each model{apart}, routing {plan.routing}\n" if plan.replicas > 1 else ""
+    )
     named = f'"model": "{models[0].name}", ' if len(models) > 1 else ""
     return (
         f"\n{''.join(map(model_lines, models))}"

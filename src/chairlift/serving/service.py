@@ -28,6 +28,7 @@ from chairlift.serving.pieces_response import PiecesResponse
 from chairlift.serving.reply_jobs import Reply
 from chairlift.serving.replying import EventStream, until_disconnected
 from chairlift.serving.scores import ScoreBudget, count_scores, with_room
+from chairlift.serving.sending import send_prompt, target_of
 from chairlift.serving.served import ServedModel
 from chairlift.serving.text_jobs import Job
 from chairlift.serving.traces import Traces
@@ -55,6 +56,9 @@ class Service:
     is_draining: bool = False
     scores: ScoreBudget = field(default_factory=ScoreBudget)
     held_bytes: int = 0  # of bodies before admission
+    role: str = "both"  # for a router in front of it
+    receives_at: str = ""  # where its engine receives KV blocks from other hosts
+    cluster_key: bytes | None = None
 
     @property
     def first(self) -> ServedModel:
@@ -193,6 +197,8 @@ class Call:
     async def generate(self, front: Front) -> Response:
         """Serve a request of an API that generates, streamed or not."""
         options, asked, session = await self._read(front)  # the body is freed before the request waits
+        if (target := target_of(self.http.headers, self.service.cluster_key)) is not None:
+            return await self._send_prompts(front, options, asked, target)
         timeout = options.timeout if options.timeout is not None else self.service.timeout
         terms = self._terms(options, "chat" if front.is_chat else "completions", session)
         model, backlog = self.model, self.backlog
@@ -208,6 +214,17 @@ class Call:
             chunks = self._chunks(answering, options, front)
             return EventStream(answering, chunks, options, front, self.id, self.repeated)
         return await self._whole(answering, options, front)
+
+    async def _send_prompts(self, front: Front, options: Options, asked: list[Asked], target: str) -> Response:
+        """Compute the prompts for a server that decodes them; the reply says whether it has their blocks."""
+        terms = self._terms(options, "chat" if front.is_chat else "completions", "")
+        tickets = self._admit(asked)
+        try:
+            sent = [await self.attended(send_prompt(self.model.fleet, each, terms, target)) for each in asked]
+        finally:
+            for ticket in tickets:
+                ticket.release(time.monotonic())
+        return Response(b'{"sent": %s}' % str(all(sent)).lower().encode(), media_type="application/json")
 
     async def _read(self, front: Front) -> tuple[Options, list[Asked], str]:
         """Read the body: options, prompts ready for the engine, and the session."""
