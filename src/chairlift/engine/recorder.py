@@ -23,7 +23,7 @@ from typing import Any
 
 from chairlift.core.budget import LatencyBudget
 from chairlift.core.plan import Outcome, StepPlan
-from chairlift.core.request import Phase, Request, Sequence
+from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.step import StepResult
 from chairlift.engine.engine import Engine
 from chairlift.engine.looks import look_at
@@ -32,7 +32,7 @@ MOST_STEPS = 64  # in one record; further ones are skipped
 MOST_EVENTS = 4096  # in one record; further ones are lost
 _LOOK_EVERY = 0.5  # seconds between two looks
 _LOOK_SHARE = 0.002  # of the time, at most, for looks: a slow one is repeated later
-_SWEEP = 8  # steps between two searches for sequences that have ended between steps
+_SWEEP = 8  # steps between two searches for single answers that have ended between steps
 _ENDED = "ended"  # reason of a sequence that ended between two steps: its client stopped it, or disconnected
 
 
@@ -54,6 +54,7 @@ class Recorder:
         self._lanes: dict[int, Sequence] = {}  # by row
         self._row_of: dict[Sequence, int] = {}  # the same, the other way round
         self._prefills: dict[int, int] = {}  # known tokens of the rows in prefill
+        self._almost: set[int] = set()  # rows in prefill with one token left, or of which little is known
         self._firsts: dict[int, int] = {}  # when rows got their first token, if that was seen
         self._rows: list[int] | None = None  # of the last step in the record
         self._steps: list[tuple[Any, ...]] = []
@@ -62,14 +63,28 @@ class Recorder:
         self._look: dict[str, Any] | None = None
         self._next_look = 0.0
         self._skipped = 0
+        self._last_end = 0  # of a step
+        self._gone = -1  # requests that had ended by the last step
         self.stride = 1  # record one step of so many
         self.on_full: Callable[[], None] | None = None  # called after a step, if a record should be taken now
+        self._take_over()
+        engine.on_applied = self._applied
+        self.begin()
+
+    def _take_over(self) -> None:
+        """Open the lanes of sequences that run already, and find those in prefill."""
         for sequence in self._scheduler.running:
             self._open(sequence.row, sequence)
             if sequence.length - sequence.computed > 1 or len(sequence.tokens) == sequence.prompt_length:
                 self._prefills[sequence.row] = len(sequence.tokens)
-        engine.on_applied = self._applied
-        self.begin()
+        for plan in self._scheduler.memory.prefixes.in_flight:
+            checked = {plan.sample_rows[place] for place, _ in plan.drafts}
+            for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+                if count > 1 and row not in checked and row in self._lanes:
+                    self._prefills.setdefault(row, start + count)  # the last chunk of a sequence that was preempted
+            for row in set(plan.sample_rows).difference(plan.rows):
+                self._prefills.pop(row, None)  # a fork of a prompt that is computed
+        self._almost = set(self._prefills)
 
     def close(self) -> None:
         """Stop recording."""
@@ -127,8 +142,11 @@ class Recorder:
         return int((moment - self._epoch) * 1e6)
 
     def _applied(self, plan: StepPlan, result: StepResult, outcome: Outcome, begun: float, seconds: float) -> None:
-        self._number += 1
         end = self._since(begun + seconds)
+        reasons = {event.sequence: event.finish_reason for event in outcome.events if event.finish_reason}
+        if self._has_missed_ends(plan, reasons):
+            self._sweep(reasons)
+        self._number += 1
         if plan.preempted:
             self._preempt(plan)
         if plan.placed:
@@ -152,27 +170,41 @@ class Recorder:
                     *(plan.tokens, len(result.tokens), shown, chunks, drafts),
                 )
             )
-        if outcome.events:
-            reasons = {event.sequence: event.finish_reason for event in outcome.events if event.finish_reason}
-            for sequence, reason in reasons.items():
-                if (row := self._row_of.get(sequence)) is not None:
-                    self._end(row, reason, end)
-        if self._number % _SWEEP == 0:
-            is_done = Phase.DONE
-            for row in [row for row, sequence in self._lanes.items() if sequence.phase is is_done]:
-                self._end(row, None, end)
+        for sequence, reason in reasons.items():
+            if (row := self._row_of.get(sequence)) is not None:
+                self._end(row, reason, end)
+        self._last_end = end
         if self.on_full is not None and self.is_full:
             self.on_full()
+
+    def _has_missed_ends(self, plan: StepPlan, reasons: dict[Sequence, FinishReason]) -> bool:
+        """Whether a sequence may have ended that is not in this step's outcome; single answers are found later."""
+        scheduler, count = self._scheduler, self._scheduler.counters
+        gone = count.finished + count.aborted + count.failed
+        here = {each.request.id for each in reasons if not scheduler.is_live(each.request.id)}
+        is_missing = gone - self._gone != len(here)
+        self._gone = gone
+        return is_missing or self._number % _SWEEP == 0 or any(each.row in self._lanes for each in plan.newcomers)
+
+    def _sweep(self, reasons: dict[Sequence, FinishReason]) -> None:
+        """Close the lanes of sequences that had ended before this step's results came: no outcome says so."""
+        is_done = Phase.DONE
+        ended = [row for row, each in self._lanes.items() if each.phase is is_done and each not in reasons]
+        for row in ended:
+            self._end(row, None, self._last_end)
 
     def _place(self, plan: StepPlan, end: int) -> None:
         """Open the lanes of sequences that take a row in this step."""
         placed = {(id(each.request.sampling), each.index): each for each in plan.placed}
         for newcomer in plan.newcomers:  # not the row of a sequence itself: a later plan may have changed it
             row, sequence = newcomer.row, placed[id(newcomer.sampling), newcomer.index]
-            if self._lanes.get(row) is sequence:
-                continue  # a beam that continues another one, in its own row
-            if row in self._lanes:
-                self._end(row, None, end)
+            if self._lanes.get(row) is sequence:  # a beam that continues another one, or is back after a failed step
+                if row in plan.rows and plan.starts[plan.rows.index(row)] + 1 < len(newcomer.tokens):
+                    self._prefills[row] = len(newcomer.tokens)
+                continue
+            for old in {row, self._row_of.get(sequence, row)} & self._lanes.keys():
+                self._event("preempt", old, 0)  # by a step that failed
+                self._forget(old)
             self._open(row, sequence)
             is_fork = sequence.index > 0 and row not in plan.rows and row in plan.sample_rows
             self._event("admit", *self._lane(row, sequence, len(newcomer.tokens), is_fork=is_fork))
@@ -192,18 +224,28 @@ class Recorder:
         ]
 
     def _chunks(self, plan: StepPlan, end: int) -> list[tuple[int, int, int]] | int:
-        """Return the slices of rows in prefill, the last ones of a plan; the last of a row brings a token."""
+        """Return the slices of rows in prefill; the last one of a row brings a token, and may have drafts behind it."""
         found = []
-        prefills, place = self._prefills, len(plan.rows) - 1
-        while place >= 0 and (known := prefills.get(row := plan.rows[place])) is not None:
+        prefills, rows = self._prefills, plan.rows
+        checked = {plan.sample_rows[place] for place, _ in plan.drafts}
+        # Prompts come last in a plan, but a prompt's very last token may be planned as if it were a decode.
+        places = range(len(rows)) if self._almost else reversed(range(len(rows)))
+        for place in places:
+            row = rows[place]
+            if row not in prefills:
+                if self._almost:
+                    continue
+                break
             start, count = plan.starts[place], plan.counts[place]
-            place -= 1
-            found.append((row, start, count))
-            if start + count >= known:
-                sequence = self._lanes.get(row)
-                del prefills[row]
-                if sequence is not None and known == sequence.prompt_length:
+            if row not in checked:
+                found.append((row, start, count))
+            if start + count >= prefills[row]:
+                known = prefills.pop(row)
+                self._almost.discard(row)
+                if known == self._lanes[row].prompt_length:
                     self._firsts[row] = end
+            elif start + count == prefills[row] - 1:
+                self._almost.add(row)
         return found or 0
 
     def _preempt(self, plan: StepPlan) -> None:
@@ -229,6 +271,7 @@ class Recorder:
     def _forget(self, row: int) -> None:
         del self._row_of[self._lanes.pop(row)]
         self._prefills.pop(row, None)
+        self._almost.discard(row)
         self._firsts.pop(row, None)
 
     def _event(self, kind: str, *more: Any) -> None:

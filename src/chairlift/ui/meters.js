@@ -68,10 +68,8 @@ function measure(histories) {
       const own = history.seconds.get(second);
       if (own) for (const name in rates) rates[name] += own[name];
     }
-    const column = history.column(history.cursor - 1);
-    const isBusy = column && history.now - (column.start + column.took) < 1e6;
-    running += isBusy ? column.rows.length : 0;
     const look = history.lookNow();
+    running += look?.running ?? 0;
     waiting += look?.waiting ?? 0;
     if (look?.has_cache) hits = (hits ?? 0) + look.cached_tokens;
     lines.running = sumOfLines(lines.running, looksOf(history));
