@@ -229,11 +229,11 @@ class Recorder:
         prefills, rows = self._prefills, plan.rows
         checked = {plan.sample_rows[place] for place, _ in plan.drafts}
         # Prompts come last in a plan, but a prompt's very last token may be planned as if it were a decode.
-        places = range(len(rows)) if self._almost else reversed(range(len(rows)))
-        for place in places:
+        reads_all = bool(self._almost)
+        for place in range(len(rows) - 1, -1, -1):
             row = rows[place]
             if row not in prefills:
-                if self._almost:
+                if reads_all:
                     continue
                 break
             start, count = plan.starts[place], plan.counts[place]

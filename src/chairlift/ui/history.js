@@ -58,6 +58,7 @@ export class History {
   take(record) {
     this.receivedAt = performance.now();
     if (record.start) this.start(record.start);
+    if (!this.facts) return; // the rest of what another page was sent
     this.skipped += record.skipped ?? 0;
     const events = record.events ?? [];
     let next = 0;
