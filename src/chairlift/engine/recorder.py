@@ -143,7 +143,8 @@ class Recorder:
 
     def _applied(self, plan: StepPlan, result: StepResult, outcome: Outcome, begun: float, seconds: float) -> None:
         end = self._since(begun + seconds)
-        reasons = {event.sequence: event.finish_reason for event in outcome.events if event.finish_reason}
+        events = outcome.events
+        reasons = {event.sequence: event.finish_reason for event in events if event.finish_reason} if events else {}
         if self._has_missed_ends(plan, reasons):
             self._sweep(reasons)
         self._number += 1
