@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -249,3 +250,14 @@ def test_a_missing_recording_is_named(tmp_path: Path) -> None:
         [sys.executable, "-m", "chairlift", "view", str(tmp_path / "none")], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1 and "none cannot be read: No such file" in done.stderr
+
+
+def test_every_file_of_the_page_is_in_the_package() -> None:
+    root = Path(__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "chairlift.ui"
+    ]
+    files = [file for file in (root / "src/chairlift/ui").iterdir() if file.suffix != ".py" and file.is_file()]
+    assert files and all(any(file.match(pattern) for pattern in patterns) for file in files)
+    for file in files:
+        assert asset(file.name) is not None, f"{file.name} has a type that is not served"

@@ -114,6 +114,7 @@ class Recorder:
 
     def take(self) -> dict[str, Any] | None:
         """Return what has happened since the last call, if anything has; look at the cache and the queue if due."""
+        self._sweep({})  # no step may follow for a while
         now = self._engine.clock.now()
         if now >= self._next_look:
             self._look = look_at(self._scheduler, self._name_of, now, self._epoch)
