@@ -44,11 +44,11 @@ QUESTIONS = (
     "Where is the ski school?",
     "Tell me a long story about the first lift of the valley and the people who built it.",
 )
-COLUMNS = 420  # of the batch before pictures are taken
+COLUMNS = 230  # of the batch before pictures are taken
 
 
 @contextmanager
-def crowd(server: Running, clients: int = 16) -> Iterator[None]:
+def crowd(server: Running, clients: int = 14) -> Iterator[None]:
     """Chats that come one after the other."""
     is_over = threading.Event()
 
@@ -77,6 +77,7 @@ def take_live(browser: Any, folder: Path, saved: Path) -> None:
     """Take the pictures of a live server, and save its run."""
     with running(MODEL, *FLAGS) as server, crowd(server), visiting(browser, server.url) as light:
         light.page.set_viewport_size({"width": 1360, "height": 1180})
+        light.page.click("#zoom-in")
         light.until(f"histories[0]?.cursor > {COLUMNS}", 580)
         canvas = light.page.locator("canvas.lanes")
         box = canvas.bounding_box()
@@ -108,6 +109,7 @@ def take_recorded(browser: Any, folder: Path, saved: Path) -> None:
             with visiting(browser, url) as visit:
                 visit.page.set_viewport_size({"width": 900, "height": 900})
                 visit.until("player.length > 0")
+                visit.page.click("#zoom-in")
                 animate(visit, folder / "page.gif")
             with visiting(browser, url) as phone:
                 phone.page.set_viewport_size({"width": 390, "height": 844})

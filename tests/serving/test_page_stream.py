@@ -231,6 +231,28 @@ def test_an_engine_records_only_while_it_is_asked_to_and_sends_ten_times_a_secon
     assert engine.on_applied is None, "the lease has expired"
 
 
+@pytest.mark.parametrize("bad_call", [1, 2], ids=["at once", "later"])
+def test_an_engine_goes_on_when_its_steps_cannot_be_recorded(bad_call: int) -> None:
+    clock, line, calls = Clock(), Line(), iter(range(1, 100))
+
+    def name_of(request: Request) -> str:
+        if next(calls) >= bad_call:
+            raise RuntimeError("a bug")
+        return request.id
+
+    engine = Engine(Scheduler(Limits(4, 64, 400, 8), BlockPool(100, 16)), Instant(), clock)
+    watching = Watching(engine, name_of)
+    watching.renew(line, Watch(2.0, True), clock.time)  # type: ignore[arg-type]
+    for number in range(6):
+        engine.submit(Request(str(number), [1] * 8, SamplingParams(max_tokens=20, ignore_eos=True)))
+    while engine.has_work:
+        clock.time += 0.05
+        engine.step()
+        watching.send(clock.time)
+    assert engine.scheduler.counters.finished == 6
+    assert engine.on_applied is None
+
+
 # ---- recordings
 
 

@@ -13,7 +13,7 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.core.shared_prefixes import largest_prefixes
 
 MAP_CELLS = 2048  # of the map of blocks
-QUEUE, TENANTS, PREFIXES = 12, 16, 8  # entries of each list
+QUEUE, TENANTS, PREFIXES = 12, 16, 6  # entries of each list
 
 
 def look_at(scheduler: Scheduler, name_of: Callable[[Request], str], now: float, epoch: float) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -12,6 +14,8 @@ from chairlift.engine.recorder import Recorder
 from chairlift.serving.link import Link
 from chairlift.serving.messages import Watch, Watched
 
+log = logging.getLogger("chairlift")
+Applied = Callable[..., None] | None  # Engine.on_applied
 _SEND_EVERY = 0.1  # seconds between two records
 _encode = msgspec.json.Encoder().encode
 
@@ -31,9 +35,11 @@ class Watching:
         self._until[link] = now + order.seconds
         if self._recorder is None:
             self._recorder = Recorder(self._engine, self._name_of, order.prompt_tokens)
+            self._engine.on_applied = self._guarded(self._engine.on_applied)
         elif order.is_new:
             self._send(self._recorder)
-            self._recorder.begin()
+            if self._recorder is not None:
+                self._recorder.begin()
         self._next = 0.0 if order.is_new else self._next
 
     def send(self, now: float) -> None:
@@ -51,9 +57,30 @@ class Watching:
 
     def _send(self, recorder: Recorder) -> None:
         """Send to every HTTP process that reads what it is sent; those that do not must ask for a new beginning."""
-        record = recorder.take()
+        try:
+            record = recorder.take()
+        except Exception as error:
+            self._give_up(error)
+            return
         if record is not None:
             message = Watched(_encode(record))
             for link in self._until:
                 if link.has_room:
                     link.send(message)
+
+    def _guarded(self, applied: Applied) -> Applied:
+        """Return a function that records a step, and stops recording if that fails: no request may suffer from it."""
+
+        def record(*step: Any) -> None:
+            try:
+                if applied is not None:
+                    applied(*step)
+            except Exception as error:
+                self._give_up(error)
+
+        return record
+
+    def _give_up(self, error: Exception) -> None:
+        """Stop recording until an HTTP process asks again."""
+        log.error("steps cannot be recorded for the live page", exc_info=error)
+        self._engine.on_applied = self._recorder = None

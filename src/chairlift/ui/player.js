@@ -14,7 +14,6 @@ export class Player {
     this.length = 0;
     this.isOwn = () => false; // whether a lane belongs to this page's playground
     this.changed = () => {};
-    this.moved = 0;
     this.last = performance.now();
   }
 
@@ -77,7 +76,7 @@ export class Player {
     }
   }
 
-  /** Advance to a new frame; false if nothing moves. */
+  /** Move on to the moment of a new frame. */
   advance(histories, now) {
     if (wantsStillness() && now - this.last < STILL_EVERY) return;
     const seconds = Math.min(wantsStillness() ? 2 : 0.25, (now - this.last) / 1000);
