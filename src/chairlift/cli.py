@@ -30,6 +30,7 @@ from chairlift.commands.run import run
 from chairlift.commands.serve import serve
 from chairlift.commands.simulate import simulate_command
 from chairlift.commands.validate import validate
+from chairlift.commands.view import view
 from chairlift.core.errors import ChairliftError
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ app.add_typer(bench.app, name="bench")
 for each in (compare, plan, profile, validate):
     app.command(cls=Command)(each)
 app.command("simulate", cls=Command)(simulate_command)
+app.command(cls=Command)(view)
 
 
 def _show_version(wanted: bool) -> None:

@@ -18,6 +18,7 @@ from chairlift.bench.offline import MEMORY_SHARE
 from chairlift.core.errors import ChairliftError
 from chairlift.core.policies import POLICIES
 from chairlift.core.settings import Settings, options
+from chairlift.engine.record_file import RecordFile
 from chairlift.traffic.mixes import Mix
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Comparison:
         from chairlift.execution.build import choose_limits
 
         self.repeat = repeat
+        self.record_file: RecordFile | None = None  # for the live page: the first run of each cell
         self._model = model
         self._settings = dict(settings)
         self._subject = Subject(model, Settings.of(**settings))
@@ -139,7 +141,12 @@ class Comparison:
         try:
             if mix.rehearsal:
                 Driver(built.engine, replace(mix, queries=mix.rehearsal), advance).run()
-            return Driver(built.engine, mix, advance).run()
+            if self.record_file is None or cell.runs or mix is not self.mix:
+                return Driver(built.engine, mix, advance).run()
+            end = self.record_file.record(built.engine, cell.name)
+            found = Driver(built.engine, mix, advance).run()
+            end()
+            return found
         finally:
             del built
             gc.collect()

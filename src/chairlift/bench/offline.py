@@ -64,6 +64,7 @@ class Benchmark:
     temperature: float = 0.0
     profile_steps: bool = False  # measure the host's time per step
     record_steps: str = ""  # a file for every step of ours
+    record_view: str = ""  # a file of the first run of ours, for the live page
 
 
 def run_offline(
@@ -131,6 +132,7 @@ def first_task(benchmark: Benchmark, subject: Subject, workload: Workload, scrat
         temperature=benchmark.temperature,
         profile_steps=benchmark.profile_steps,
         record_steps=benchmark.record_steps,
+        record_view=benchmark.record_view,
     )
 
 

@@ -65,6 +65,7 @@ def offline(
         Path | None,
         typer.Option(help="Write every step to this file, for `chairlift bench replay`; this slows the run."),
     ] = None,
+    record_view: reports.RecordView = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write every run's numbers to this file.")
     ] = None,
@@ -81,7 +82,7 @@ def offline(
     chosen = reports.choose_shape(shape, model, settings)
     settings["acceptance"] = acceptance
     reports.check_files(json_file)
-    reports.check_files(record_steps)
+    reports.check_files(record_steps, record_view)
     usual = "cpu64" if choose_device(settings["device"]).type == "cpu" else "uniform256"
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     benchmark = Benchmark(
@@ -95,6 +96,7 @@ def offline(
         temperature=temperature,
         profile_steps=profile_steps,
         record_steps="" if record_steps is None else str(record_steps.absolute()),
+        record_view="" if record_view is None else str(record_view.absolute()),
     )
     made, contenders = run_offline(benchmark, lambda text: notes.print(text, style="dim", markup=False))
     summary = summarize(made, contenders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,6 +89,7 @@ def compare(
     repeat: Annotated[int, typer.Option(help="Runs of each cell, interleaved; medians are shown.", min=1)] = 1,
     output: Annotated[Path | None, typer.Option(help="Draw pictures and write numbers.json in this folder.")] = None,
     picture: Annotated[Literal["svg", "png"], typer.Option(help="The pictures' format.")] = "svg",
+    record_view: reports.RecordView = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all numbers, with each request and step, to this file.")
     ] = None,
@@ -101,12 +103,13 @@ def compare(
     """
     from chairlift.bench import compare_report
     from chairlift.bench.compare import Comparison
+    from chairlift.engine.record_file import RecordFile
     from chairlift.traffic import mixes
     from chairlift.traffic.arrivals import Demand
     from chairlift.traffic.workloads import Lengths
 
     chosen = reports.choose_shape(shape, model, settings)
-    reports.check_files(json_file)
+    reports.check_files(json_file, record_view)
     if output is not None and output.exists() and not output.is_dir():
         raise ChairliftError(f"{output} is a file, not a folder for pictures: name another")
     if output is not None:
@@ -138,7 +141,10 @@ def compare(
     )
     was_interrupted = False
     try:
-        with reports.progress_bar(comparison.tokens) as (notice, advance):
+        with ExitStack() as stack, reports.progress_bar(comparison.tokens) as (notice, advance):
+            if record_view is not None:
+                file = RecordFile(record_view, f"{workload}, compared: {chosen}")
+                comparison.record_file = stack.enter_context(file)
             comparison.run(notice, advance)
     except KeyboardInterrupt:
         if not any(cell.runs for cell in comparison.cells):

@@ -61,6 +61,7 @@ RARE_OPTIONS = {
     "tool_parser",
     "metrics_compat",
     "otlp_endpoint",
+    "ui_prompts",
     "log_format",
     "log_level",
 }

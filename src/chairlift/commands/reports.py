@@ -17,6 +17,10 @@ from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
+RecordView = Annotated[
+    Path | None,
+    typer.Option(help="Write what the scheduler did, step by step, to this file, for `chairlift view`."),
+]
 PromptTokens = Annotated[
     str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
 ]

@@ -134,6 +134,18 @@ def serve(
         str | None,
         typer.Option(help="URL that receives OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
     ] = None,
+    ui: Annotated[
+        bool,
+        typer.Option(
+            "--ui/--no-ui", help="Serve the live page at / (docs/page.md); turn it off to serve the API alone."
+        ),
+    ] = True,
+    ui_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--ui-prompts", help="Let the live page show the end of each prompt; set it where its readers may."
+        ),
+    ] = False,
     log_format: Annotated[
         Literal["auto", "json", "words"], typer.Option(help="JSON lines, or words (default: words on a terminal).")
     ] = "auto",
@@ -216,6 +228,8 @@ def serve(
         tool_parser=tool_parser,
         metrics_compat=metrics_compat,
         otlp_endpoint=otlp_endpoint,
+        ui=ui,
+        ui_prompts=ui_prompts,
         log_format=log_format,
         log_level=log_level,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from chairlift.commands.reports import (
     JsonFile,
     OutputTokens,
     PromptTokens,
+    RecordView,
     TrafficSeed,
     check_files,
     progress_bar,
@@ -63,6 +65,7 @@ def simulate(
             help="A latency limit of a good answer in milliseconds, such as ttft:1000 or tpot:50; repeatable."
         ),
     ] = None,
+    record_view: RecordView = None,
     json_file: JsonFile = None,
     *,
     settings: dict[str, Any],
@@ -75,10 +78,11 @@ def simulate(
     from chairlift.core.settings import Settings
     from chairlift.costs.hardware import chip
     from chairlift.costs.shape import shape_of
+    from chairlift.engine.record_file import RecordFile
     from chairlift.simulation.replica import Hardware
     from chairlift.simulation.run import Simulation
 
-    check_files(json_file)
+    check_files(json_file, record_view)
     queries = read_queries(trace, rate, requests, prompt_tokens, output_tokens, workload_seed)
     chosen = Settings.of(**settings)
     limits = {name: limit / 1000 for name, limit in read_targets(target or []).items()}
@@ -89,8 +93,11 @@ def simulate(
         made = Hardware.of(shape, chip(hardware), chosen, tensor_parallel)
     simulation = Simulation(made, chosen, replicas=replicas, routing=routing, targets=limits)
     began = time.perf_counter()
-    with progress_bar(len(queries)) as (notice, advance):
+    with ExitStack() as stack, progress_bar(len(queries)) as (notice, advance):
         notice(f"simulating {trace}")
+        if record_view is not None:
+            file = stack.enter_context(RecordFile(record_view, f"{trace}, simulated: {model} on {hardware}"))
+            simulation.record(file, model)
         outlook = simulation.run(queries, advance)
     took = time.perf_counter() - began
     devices = replicas * tensor_parallel

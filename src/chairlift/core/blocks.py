@@ -166,6 +166,25 @@ class BlockPool:
             self._free.append(block)
         table.spare = None
 
+    # ---- for display
+
+    def states(self, most: int) -> tuple[bytes, int]:
+        """Return a digit for each of up to `most` blocks, evenly spaced, and the distance between two of them.
+
+        The digit is 0 for a free block, 2 for one that a table holds and 4 for one that several hold; 1 more if the
+        prefix cache keeps its content.
+
+        >>> BlockPool(3, 16).states(2)
+        (b'00', 2)
+        """
+        every = max(1, -(-self.total // most))
+        pairs = zip(self._holders[::every], self._is_kept[::every], strict=True)
+        return bytes(48 + 2 * (holders if holders < 2 else 2) + kept for holders, kept in pairs), every
+
+    def holders(self, block: int) -> int:
+        """Return the number of tables that hold a block."""
+        return self._holders[block]
+
     # ---- for the prefix cache
 
     def is_held(self, block: int) -> bool:

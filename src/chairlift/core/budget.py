@@ -31,12 +31,12 @@ class LatencyBudget:
     """As many tokens as the cost model predicts to fit the target."""
 
     def __init__(self, target: float, cost: Cost) -> None:
-        self._target = target
+        self.target = target  # seconds
         self._cost = cost
 
     def tokens(self, step: StepPlan, limit: int, start: int) -> int:
         """Return the tokens predicted to fit, and at least `_LEAST` for prompts."""
-        fitting = self._cost.tokens_within(self._target, work_of(step), start)
+        fitting = self._cost.tokens_within(self.target, work_of(step), start)
         decodes = step.counts.count(1)
         return min(limit, max(step.tokens + fitting, decodes + _LEAST))
 

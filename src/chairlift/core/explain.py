@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from chairlift.core.policy import Lane
 from chairlift.core.request import Phase, Request, Sequence
@@ -48,14 +49,31 @@ def explain(scheduler: Scheduler, is_asked: Callable[[Request], bool], now: floa
     return [_describe(scheduler, lanes, each, now) for each in found[:MOST]], len(found)
 
 
-def _describe(scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float) -> Standing:
+def explain_head(scheduler: Scheduler, most: int, now: float) -> list[tuple[Sequence, Standing]]:
+    """Describe the first waiting answers of every lane, as many as `most` in all; the lane with the oldest first."""
+    lanes: Lanes = {}
+    for each in scheduler.waiting:
+        lanes.setdefault(scheduler.policy.lane(each, now), []).append(each)
+    share = max(1, most // max(1, len(lanes)))
+    heads = [nsmallest(share, own, key=lambda each: each.rank) for own in lanes.values()]
+    heads.sort(key=lambda head: head[0].order)
+    found = [(place, each) for head in heads for place, each in enumerate(head)]
+    return [(each, _describe(scheduler, lanes, each, now, (place, heads[0][0]))) for place, each in found[:most]]
+
+
+def _describe(
+    scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float, place: tuple[int, Sequence] | None = None
+) -> Standing:
+    """Describe an answer; `place` is the number of sequences before it in its lane, and the first of all."""
     is_waiting = sequence.phase is Phase.WAITING
     ahead = None
     if is_waiting:
         own = lanes[scheduler.policy.lane(sequence, now)]
-        ahead = sum(each.rank < sequence.rank for each in own)
+        if place is None:
+            place = sum(each.rank < sequence.rank for each in own), min(own, key=lambda each: each.rank)
+        ahead, first_of_lane = place
         # Which of several lanes is next, only the policy's `choose` could tell.
-        first = min(own, key=lambda each: each.rank) if len(lanes) == 1 else None
+        first = first_of_lane if len(lanes) == 1 else None
         why = [
             _place(ahead, len(own), len(lanes), len(scheduler.waiting)),
             _obstacle(scheduler, sequence, first),

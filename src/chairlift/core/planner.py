@@ -49,7 +49,7 @@ class Planner:
         self._running = batch.running
         self._waiting = waiting
         self._policy = policy
-        self._token_budget = budget
+        self.budget = budget
         self._on_fork = on_fork  # called with each new sibling
         self._plans = 0
         self._prompt_steps = 0  # consecutive steps without decodes
@@ -269,7 +269,7 @@ class Planner:
 
     def _budget(self, step: StepPlan, computed: int) -> int:
         """Return the tokens that the step may hold, if the next ones belong to a prompt with `computed` tokens done."""
-        return self._token_budget.tokens(step, self.prefill.step_tokens, computed)
+        return self.budget.tokens(step, self.prefill.step_tokens, computed)
 
     def _add_chunk(self, step: StepPlan, sequence: Sequence) -> None:
         """Add as much of a prompt as fits; its last token is sampled, once for every sibling."""

@@ -18,7 +18,7 @@ blocks that are left allow. Such models have no shelves: windows would have to m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -65,6 +65,11 @@ class PrefixCache:
         pool.on_evict = self._evicted
         for number, shelf in enumerate(self.shelves):
             shelf.on_evict = partial(self._dropped, number)
+
+    @property
+    def roots(self) -> Iterable[Node]:
+        """The roots, one for each salt."""
+        return self._roots.values()
 
     def match(self, path: list[Node], salt: str, key: bytes, most: int) -> None:
         """Extend the path of an earlier match to the longest one, up to `most` blocks, that spells `key`."""

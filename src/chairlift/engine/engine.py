@@ -72,6 +72,8 @@ class Engine:
         self._idle_plans = 0  # in a row
         # Called after each collected step with its plan, its start time and its seconds.
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
+        # Called after a step's result is applied, with its plan, its result, its news, its start time and its seconds.
+        self.on_applied: Callable[[StepPlan, StepResult, Outcome, float, float], None] | None = None
         self._in_flight: Flight | None = None
         self._late: list[Event] = []  # events of failed constraints, reported with the next outcome
         self._last_end = 0.0  # when the last step was collected
@@ -225,7 +227,10 @@ class Engine:
         self.scheduler.observe(plan, now - begun)
         if self.on_step is not None:
             self.on_step(plan, begun, now - begun)
-        return self.scheduler.apply(plan, result)
+        outcome = self.scheduler.apply(plan, result)
+        if self.on_applied is not None:
+            self.on_applied(plan, result, outcome, begun, now - begun)
+        return outcome
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         """End the requests of a failed step, and no others; set a fault if no further step can run."""

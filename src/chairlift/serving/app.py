@@ -22,8 +22,8 @@ from chairlift.serving.body import BodyError
 from chairlift.serving.failures import Failure, from_request, invalid, unavailable
 from chairlift.serving.keys import Tenant
 from chairlift.serving.metrics import OVERLOADED
-from chairlift.serving.replying import EventStream, json_response, send_reply
-from chairlift.serving.routes import ROUTES, Access, Route
+from chairlift.serving.replying import Streamed, json_response, send_reply
+from chairlift.serving.routes import PAGE_ROUTES, ROUTES, Access, Route
 from chairlift.serving.service import CLIENT_DISCONNECTED, Call, Service
 
 log = logging.getLogger("chairlift")
@@ -36,7 +36,8 @@ class App:
     def __init__(self, service: Service, origins: Sequence[str] = ()) -> None:
         self.service = service
         self._origins = frozenset(origins)
-        self._patterns = [(Pattern(each.path, _nothing, methods=[each.method]), each) for each in ROUTES]
+        routes = ROUTES if service.page is None else (*ROUTES, *PAGE_ROUTES)
+        self._patterns = [(Pattern(each.path, _nothing, methods=[each.method]), each) for each in routes]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one HTTP request."""
@@ -71,7 +72,7 @@ class App:
             response.headers["X-Chairlift-Ignored-Fields"] = ", ".join(names)
         self._allow_origin(http, response)
         try:
-            if isinstance(response, EventStream):
+            if isinstance(response, Streamed):
                 await response(scope, receive, send)
             else:
                 await send_reply(response, send, call.backlog, call.close)
@@ -98,7 +99,7 @@ class App:
             if match is Match.FULL:
                 scope.update(child)
                 return route
-            if match is Match.PARTIAL:
+            if match is Match.PARTIAL and route.method not in allowed:
                 allowed.append(route.method)
         if allowed:
             wanted = f"{scope['path']} takes {' or '.join(allowed)}, not {scope['method']}"

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from chairlift.serving.messages import (
     Stats,
     StepReport,
     Unreadable,
+    Watched,
 )
 from chairlift.serving.shared import private_folder
 
@@ -67,6 +69,7 @@ class EngineClient:
     def __init__(self, address: str, beat: Beat, watcher: Watcher | None = None) -> None:
         self.hello: Hello | None = None  # None while no engine is connected
         self.broken: str | None = None  # why the engine could not start
+        self.on_record: Callable[[bytes], None] = lambda record: None  # called with each record of the steps
         self._address = address
         self._path = Path(address.removeprefix("ipc://"))
         self._beat = beat
@@ -196,6 +199,10 @@ class EngineClient:
         answer = await self._ask(messages.ResetPrefixCache(self.new_key()))
         return answer.blocks if isinstance(answer, PrefixCacheReset) else None
 
+    def watch(self, order: messages.Watch) -> None:
+        """Ask for records of the steps, which go to `on_record`."""
+        self._send(order)
+
     async def _ask(self, order: messages.Explain | messages.ResetPrefixCache) -> EngineAnswer | None:
         answer: asyncio.Future[EngineAnswer | None] = asyncio.get_running_loop().create_future()
         if not self._send(order):
@@ -258,6 +265,8 @@ class EngineClient:
                         resumed = time.monotonic()
                 case Explained(question) | PrefixCacheReset(question):
                     self._answer(question, report)
+                case Watched(record):
+                    self.on_record(record)
                 case Unreadable(key, message):
                     self._answer(key, None)
                     if (listener := self._listeners.pop(key, None)) is not None:

@@ -37,6 +37,7 @@ from chairlift.serving.fetching import Fetching, Waiting
 from chairlift.serving.link import Link
 from chairlift.serving.messages import AnswerUpdate, Broken, Hello, PromptScores, Scored, Stats, StepReport, Submit
 from chairlift.serving.prefills import Prefills
+from chairlift.serving.watching import Watching
 
 log = logging.getLogger("chairlift")
 
@@ -68,6 +69,7 @@ class EngineLoop:
         self._parent = job.parent
         self._stats: Stats | None = None
         self._questions: deque[tuple[Link, messages.Explain]] = deque()  # bounded by each HTTP process
+        self._watching = Watching(engine, lambda request: request.id.split(".", 2)[2])
         self._swapped_out = self._swapped_in = 0  # blocks
         self._last_collection, self._has_run = 0.0, True
         engine.on_step = self._stepped
@@ -121,6 +123,7 @@ class EngineLoop:
                 each.hear()
         self._take_orders()
         self._answer_questions()
+        self._watching.send(self._engine.clock.now())
         if self._engine.has_work:
             self._wait_for_readers()
 
@@ -197,6 +200,8 @@ class EngineLoop:
                         link.has_read(total, self._engine.clock.now())
                     case messages.Explain():
                         self._questions.append((link, order))
+                    case messages.Watch():
+                        self._watching.renew(link, order, self._engine.clock.now())
                     case messages.ResetPrefixCache(question):
                         link.send(messages.PrefixCacheReset(question, self._engine.clear_prefix_cache()))
 

@@ -16,6 +16,7 @@ from chairlift.serving.families import Families
 from chairlift.serving.http_server import HttpServer
 from chairlift.serving.keys import Keyring
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.page import Page
 from chairlift.serving.plan import Plan
 from chairlift.serving.served import ModelParts
 from chairlift.serving.service import Service
@@ -72,6 +73,7 @@ class HttpProcess:
             self._families,
             self._keyring,
             traces=self._traces,
+            page=Page(served, shows_prompts=self._plan.ui_prompts) if self._plan.ui else None,
             timeout=self._plan.timeout,
             max_body=self._plan.max_body,
             role=self._plan.role,
@@ -89,6 +91,8 @@ class HttpProcess:
 
         def drain() -> None:
             service.is_draining = True
+            if service.page is not None:
+                service.page.close()
             on_signal()
 
         watching = asyncio.create_task(self._watch_lag(metrics))

@@ -91,6 +91,11 @@ class Link:
         """Whether the engine should wait for the HTTP process: it has many unread bytes, and it reads."""
         return self._sent - self._read > _BEHIND and now - self._read_at < _STUCK
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the HTTP process has read enough to be sent what it can do without."""
+        return self._sent - self._read < _BEHIND // 2
+
     def send_ends_later(self) -> None:
         """Remember the live requests, to send their end when the HTTP process reads again."""
         self._unsent_ends += self.keys

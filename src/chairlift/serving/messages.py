@@ -89,7 +89,15 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=6):
     total: Annotated[int, Meta(ge=0)]
 
 
-Order = Submit | Abort | Stop | Explain | ResetPrefixCache | Read
+class Watch(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Ask for records of the steps, for so many seconds from now; a page shows them."""
+
+    seconds: Annotated[float, Meta(gt=0, le=60)]
+    is_new: bool = False  # the next record must have all that a new reader needs
+    prompt_tokens: Annotated[int, Meta(ge=0, le=256)] = 0  # of each prompt, to show them
+
+
+Order = Submit | Abort | Stop | Explain | ResetPrefixCache | Read | Watch
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
@@ -209,7 +217,13 @@ class Unreadable(msgspec.Struct, frozen=True, array_like=True, tag=15):
     message: str
 
 
-Report = Hello | StepReport | Broken | Explained | PrefixCacheReset | Unreadable
+class Watched(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """What the steps since the last one did (engine/recorder.py)."""
+
+    record: bytes  # JSON, which is passed on as it is
+
+
+Report = Hello | StepReport | Broken | Explained | PrefixCacheReset | Unreadable | Watched
 
 encode = msgspec.msgpack.Encoder().encode
 decode_top = msgspec.msgpack.Decoder(list[tuple[Token, float]]).decode

@@ -24,7 +24,17 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class EventStream(Response):
+class Streamed(Response):
+    """A reply that is written while it is made: it sends itself."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+
+
+class EventStream(Streamed):
     """A streamed reply: it ends with the last answer, or when the client disconnects."""
 
     def __init__(
@@ -36,10 +46,7 @@ class EventStream(Response):
         request_id: str,
         repeated: dict[str, Any],
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
+        super().__init__()
         self._answering, self._chunks, self._options, self._id = answering, chunks, options, request_id
         self._writer = front.events(chunks.common, repeated, self._used)
 

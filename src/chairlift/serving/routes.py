@@ -18,6 +18,7 @@ from chairlift.openai.options import NAME
 from chairlift.openai.params import get
 from chairlift.openai.tools import read_tools
 from chairlift.serving.asking import INLINE, check_sizes
+from chairlift.serving.assets import INDEX, asset
 from chairlift.serving.failures import Failure, invalid, unavailable
 from chairlift.serving.fleet import Fleet
 from chairlift.serving.messages import Explained
@@ -259,6 +260,29 @@ async def openapi(call: Call) -> Response:
     return json_response(describe(", ".join(call.service.models)))
 
 
+async def page(call: Call) -> Response:
+    """Return the live page."""
+    return _asset(call, INDEX)
+
+
+async def page_asset(call: Call) -> Response:
+    """Return a part of the live page: a script, a style sheet or a picture."""
+    return _asset(call, call.http.path_params["name"])
+
+
+def _asset(call: Call, name: str) -> Response:
+    found = asset(name, call.http.headers.get("if-none-match"))
+    if found is None:
+        raise invalid(f"there is no /ui/{name[:100]}", status=404, code="unknown_route")
+    return found
+
+
+async def page_events(call: Call) -> Response:
+    """Stream the engines' steps for the live page."""
+    assert call.service.page is not None, "without a page there is no route to it"
+    return call.service.page.watch()
+
+
 ROUTES = (
     Route("POST", "/v1/chat/completions", Access.USER, chat_completions),
     Route("POST", "/v1/completions", Access.USER, completions),
@@ -280,4 +304,10 @@ ROUTES = (
     Route("GET", "/openapi.json", Access.OPEN, openapi),
     Route("GET", "/metrics", Access.ADMIN, metrics),
     Route("POST", "/reset_prefix_cache", Access.ADMIN, reset_prefix_cache),
+)
+# The live page and its own stream, which is no part of the API that /openapi.json describes.
+PAGE_ROUTES = (
+    Route("GET", "/", Access.OPEN, page),
+    Route("GET", "/ui/events", Access.ADMIN, page_events),
+    Route("GET", "/ui/{name}", Access.OPEN, page_asset),
 )

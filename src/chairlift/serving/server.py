@@ -122,12 +122,14 @@ def banner(plan: Plan, models: list[ModelParts], *, has_keys: bool) -> str:
     replicas = (
         f"  replicas   {plan.replicas} of each model{apart}, routing {plan.routing}\n" if plan.replicas > 1 else ""
     )
+    page = f"  live page  {address}/\n" if plan.ui else ""
     named = f'"model": "{models[0].name}", ' if len(models) > 1 else ""
     return (
         f"\n{''.join(map(model_lines, models))}"
         f"{replicas}"
         f"{scheduling}"
-        f"  address    {address}/v1   (health: /health, metrics: /metrics)\n\n"
+        f"  address    {address}/v1   (health: /health, metrics: /metrics)\n"
+        f"{page}\n"
         f"  try it:\n"
         f"  curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{{named}"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64}}\'\n'

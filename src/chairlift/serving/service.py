@@ -24,6 +24,7 @@ from chairlift.serving.families import Families
 from chairlift.serving.generation import Answering, Asked, Terms
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
+from chairlift.serving.page import Page
 from chairlift.serving.pieces_response import PiecesResponse
 from chairlift.serving.reply_jobs import Reply
 from chairlift.serving.replying import EventStream, until_disconnected
@@ -50,6 +51,7 @@ class Service:
     families: Families
     keyring: Keyring | None
     traces: Traces | None = None
+    page: Page | None = None  # the live page, if it is served
     timeout: float | None = None  # seconds, for requests without their own
     max_body: int = 8 << 20
     started: int = field(default_factory=lambda: int(time.time()))

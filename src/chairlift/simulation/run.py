@@ -10,6 +10,7 @@ from typing import Any
 
 from chairlift.core.plan import StepPlan
 from chairlift.core.settings import Settings
+from chairlift.engine.record_file import RecordFile
 from chairlift.routing.policies import Ask
 from chairlift.routing.router import Route, Router
 from chairlift.simulation.replica import Hardware, Life, Replica
@@ -79,10 +80,17 @@ class Simulation:
         names = [str(number) for number in range(replicas)]
         self._router = Router(names, routing) if replicas > 1 else None
         self._routes: dict[int, Route] = {}
+        self._recordings: list[Callable[[], None]] = []  # to be ended with the run
         self._targets = dict(targets or {})
         self.most_missed: float = inf  # end the simulation when more requests miss a target
         for replica, series in zip(self.replicas, self.outlook.series, strict=True):
             replica.on_step = self._watch(replica, series)
+
+    def record(self, file: RecordFile, model: str) -> None:
+        """Write the replicas' steps to a file, for the live page."""
+        single = len(self.replicas) == 1
+        for number, replica in enumerate(self.replicas):
+            self._recordings.append(file.record(replica.engine, model, None if single else number))
 
     def run(self, queries: Iterable[Query], advance: Callable[[int], None] = lambda _: None) -> Outlook:
         """Run requests, ordered by their times, to their ends; `advance` counts those that have arrived."""
@@ -159,6 +167,8 @@ class Simulation:
         found.is_broken_off = any(found.missed[name] > self.most_missed for name in missed)
 
     def _close(self) -> None:
+        for end in self._recordings:
+            end()
         for replica in self.replicas:
             self.outlook.busy += replica.device.busy
             self.outlook.cached_tokens += replica.engine.scheduler.counters.cached_tokens

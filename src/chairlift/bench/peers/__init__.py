@@ -27,6 +27,7 @@ class Task:
     temperature: float = 0.0
     profile_steps: bool = False
     record_steps: str = ""  # a file for every step of all runs
+    record_view: str = ""  # a file of the first run, for the live page
     # For the others, the values that ours chose.
     dtype: str = ""
     max_sequences: int = 0

@@ -15,6 +15,7 @@ from chairlift.bench.peers import Finished, Task
 from chairlift.core.params import SamplingParams
 from chairlift.costs.machine import measure_rates
 from chairlift.costs.steps import Stopwatch
+from chairlift.engine.record_file import RecordFile
 from chairlift.execution.build import choose_device
 from chairlift.execution.recording import RecordingExecutor
 from chairlift.offline.llm import LLM
@@ -38,6 +39,9 @@ class Ours:
             file = Path(task.record_steps).open("w", buffering=1)  # noqa: SIM115  # by lines: a signal ends us
             engine = self._llm.engine
             engine._executor = RecordingExecutor(engine._executor, file, task.model, settings)
+
+        self._view = RecordFile(Path(task.record_view), f"bench offline: {task.model}") if task.record_view else None
+        self._model = task.model
 
     def describe(self) -> dict[str, Any]:
         """Return the version, the settings that the others must match, start-up times, and the machine's rates."""
@@ -63,11 +67,16 @@ class Ours:
         """Run all prompts in one continuous batch, with an empty prefix cache."""
         self._llm.reset_prefix_cache()
         params = [SamplingParams(temperature=self._temperature, max_tokens=count, ignore_eos=True) for count in outputs]
+        end = self._view.record(self._llm.engine, self._model) if self._view is not None else None
         finished = []
         for output in self._llm.generate(prompts, params, progress=False):
             metrics = output.metrics
             assert metrics.first_token is not None and metrics.finished is not None
             finished.append(Finished(output.outputs[0].token_ids, metrics.first_token, metrics.finished))
+        if self._view is not None and end is not None:
+            end()
+            self._view.close()
+            self._view = None
         self._start.setdefault("first_token", min(each.first for each in finished))
         if self._watch is not None:
             self._steps.write_text(json.dumps(self._watch.summary()))
