@@ -29,7 +29,7 @@ from chairlift.offline.driver import Driver
 from chairlift.offline.track import Track
 from chairlift.serving import messages
 from chairlift.serving.admission import Admission
-from chairlift.serving.engine_process import as_update
+from chairlift.serving.core_messages import as_update
 from chairlift.serving.failures import Failure
 from chairlift.serving.fleet import Fleet
 from chairlift.serving.generation import Answering, Asked, Terms

@@ -16,7 +16,7 @@ from chairlift.core.params import ABOUT, SamplingParams
 from chairlift.core.structured import Structured
 from chairlift.openai import params as http
 from chairlift.openai.params import FIELDS, NOT_OVER_HTTP, READ_APART, read_chat_params, read_completion_params
-from chairlift.serving import engine_process, generation, messages, openapi
+from chairlift.serving import core_messages, engine_process, generation, messages, openapi
 from chairlift.serving.link import Link
 
 NAMES = {field.name for field in fields(SamplingParams)}
@@ -50,7 +50,7 @@ def sent(params: SamplingParams) -> SamplingParams:
     """The parameters as the engine's process has them."""
     order = messages.decode_order(messages.encode(messages.Submit(1, "r", [5], params.for_engine())))
     assert isinstance(order, messages.Submit)
-    return engine_process.as_request("0.1.r", order).params
+    return core_messages.as_request("0.1.r", order).params
 
 
 def test_every_field_is_read_over_http_or_has_a_reason_not_to_be() -> None:
@@ -77,7 +77,7 @@ def test_a_field_reaches_sampling_params_the_engine_and_the_description(name: st
 
 def test_no_other_file_of_the_way_to_the_engine_names_a_field_just_to_pass_it_on() -> None:
     """A field may be named where it means something; these mean nothing between HTTP and the sampler."""
-    for module in (http, messages, generation, engine_process, openapi):
+    for module in (http, messages, generation, core_messages, engine_process, openapi):
         source = inspect.getsource(module)
         assert not [name for name in ("min_p", "presence_penalty", "min_tokens") if name in source], module
 

@@ -14,7 +14,7 @@ from running import Running, keys_file, running
 
 from chairlift.core.params import SamplingParams
 from chairlift.core.settings import SchedulingSettings
-from chairlift.serving.engine_process import as_request
+from chairlift.serving.core_messages import as_request
 from chairlift.serving.messages import Submit, decode_order, encode
 from chairlift.serving.server import choices
 

@@ -16,7 +16,7 @@ from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event
 from chairlift.core.request import Request, Sequence
-from chairlift.serving.engine_process import as_update
+from chairlift.serving.core_messages import as_update
 from chairlift.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
