@@ -30,7 +30,7 @@ from running import Running, running  # noqa: E402
 
 MODEL = "smollm2-135m"
 # A cache so small that sequences are preempted, and drafts from the prompt, so that every colour has its turn.
-FLAGS = ("--max-sequences", "12", "--max-length", "1024", "--kv-tokens", "1600", "--speculation", "ngram")
+FLAGS = ("--max-sequences", "12", "--max-length", "512", "--kv-tokens", "768", "--speculation", "ngram")
 SYSTEM = (
     "You are the guide of a small mountain resort. You know every lift and every slope, you answer in a few plain "
     "sentences, and you repeat the question before you answer it."
@@ -66,10 +66,10 @@ def crowd(server: Running, clients: int = 14) -> Iterator[None]:
     is_over.set()
 
 
-def shoot(visit: Visit, path: Path, *, full: bool = False) -> None:
-    """Take a screenshot, in few colours so that it is small."""
-    raw = visit.page.screenshot(full_page=full)
-    Image.open(BytesIO(raw)).convert("RGB").quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)
+def shoot(visit: Visit, path: Path) -> None:
+    """Take a screenshot."""
+    raw = visit.page.screenshot()
+    Image.open(BytesIO(raw)).convert("RGB").save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -48,7 +48,7 @@ class Visit:
         known = "const { player, histories } = window.chairlift ?? { histories: [] };"
         return self.page.evaluate(f"(() => {{ {known} return {script}; }})()")
 
-    def until(self, script: str, seconds: float = 20.0) -> None:
+    def until(self, script: str, seconds: float = 60.0) -> None:
         """Wait until a JavaScript expression, in which `chairlift` is known, holds."""
         end = time.monotonic() + seconds
         while not self.known(script):
