@@ -75,9 +75,16 @@ def shoot(visit: Visit, path: Path) -> None:
 
 def take_live(browser: Any, folder: Path, saved: Path) -> None:
     """Take the pictures of a live server, and save its run."""
-    with running(MODEL, *FLAGS) as server, crowd(server), visiting(browser, server.url) as light:
+    with (
+        running(MODEL, *FLAGS) as server,
+        crowd(server),
+        visiting(browser, server.url) as light,
+        visiting(browser, server.url, color_scheme="dark") as dark,
+    ):
         light.page.set_viewport_size({"width": 1360, "height": 1180})
         light.page.click("#zoom-in")
+        dark.page.set_viewport_size({"width": 1360, "height": 1000})
+        dark.page.click("#playground-toggle")
         light.until(f"histories[0]?.cursor > {COLUMNS}", 580)
         canvas = light.page.locator("canvas.lanes")
         box = canvas.bounding_box()
@@ -87,16 +94,12 @@ def take_live(browser: Any, folder: Path, saved: Path) -> None:
         with light.page.expect_download() as download:
             light.page.click("#save")
         download.value.save_as(saved)
-        with visiting(browser, server.url, color_scheme="dark") as dark:
-            dark.page.set_viewport_size({"width": 1360, "height": 900})
-            dark.page.click("#playground-toggle")
-            dark.page.fill("#play-text", "Name three famous mountains.")
-            dark.page.click(".ask .primary")
-            dark.until("document.querySelectorAll('.token').length > 40", 300)
-            token = dark.page.locator(".token").nth(12)
-            token.hover()
-            dark.page.wait_for_timeout(300)
-            shoot(dark, folder / "page-dark.png")
+        dark.page.fill("#play-text", "Name three famous mountains.")
+        dark.page.click(".ask .primary")
+        dark.until("document.querySelectorAll('.token').length > 40", 300)
+        dark.page.locator(".token").nth(12).hover()
+        dark.page.wait_for_timeout(300)
+        shoot(dark, folder / "page-dark.png")
 
 
 def take_recorded(browser: Any, folder: Path, saved: Path) -> None:
