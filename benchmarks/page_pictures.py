@@ -30,7 +30,7 @@ from running import Running, running  # noqa: E402
 
 MODEL = "smollm2-135m"
 # A cache so small that sequences are preempted, and drafts from the prompt, so that every colour has its turn.
-FLAGS = ("--max-sequences", "12", "--max-length", "1024", "--kv-tokens", "1600", "--speculation", "ngram")
+FLAGS = ("--max-sequences", "12", "--max-length", "512", "--kv-tokens", "768", "--speculation", "ngram")
 SYSTEM = (
     "You are the guide of a small mountain resort. You know every lift and every slope, you answer in a few plain "
     "sentences, and you repeat the question before you answer it."
@@ -66,18 +66,25 @@ def crowd(server: Running, clients: int = 14) -> Iterator[None]:
     is_over.set()
 
 
-def shoot(visit: Visit, path: Path, *, full: bool = False) -> None:
-    """Take a screenshot, in few colours so that it is small."""
-    raw = visit.page.screenshot(full_page=full)
-    Image.open(BytesIO(raw)).convert("RGB").quantize(160, dither=Image.Dither.NONE).save(path, optimize=True)
+def shoot(visit: Visit, path: Path) -> None:
+    """Take a screenshot."""
+    raw = visit.page.screenshot()
+    Image.open(BytesIO(raw)).convert("RGB").save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
 def take_live(browser: Any, folder: Path, saved: Path) -> None:
     """Take the pictures of a live server, and save its run."""
-    with running(MODEL, *FLAGS) as server, crowd(server), visiting(browser, server.url) as light:
+    with (
+        running(MODEL, *FLAGS) as server,
+        crowd(server),
+        visiting(browser, server.url) as light,
+        visiting(browser, server.url, color_scheme="dark") as dark,
+    ):
         light.page.set_viewport_size({"width": 1360, "height": 1180})
         light.page.click("#zoom-in")
+        dark.page.set_viewport_size({"width": 1360, "height": 1000})
+        dark.page.click("#playground-toggle")
         light.until(f"histories[0]?.cursor > {COLUMNS}", 580)
         canvas = light.page.locator("canvas.lanes")
         box = canvas.bounding_box()
@@ -87,16 +94,12 @@ def take_live(browser: Any, folder: Path, saved: Path) -> None:
         with light.page.expect_download() as download:
             light.page.click("#save")
         download.value.save_as(saved)
-        with visiting(browser, server.url, color_scheme="dark") as dark:
-            dark.page.set_viewport_size({"width": 1360, "height": 900})
-            dark.page.click("#playground-toggle")
-            dark.page.fill("#play-text", "Name three famous mountains.")
-            dark.page.click(".ask .primary")
-            dark.until("document.querySelectorAll('.token').length > 40", 300)
-            token = dark.page.locator(".token").nth(12)
-            token.hover()
-            dark.page.wait_for_timeout(300)
-            shoot(dark, folder / "page-dark.png")
+        dark.page.fill("#play-text", "Name three famous mountains.")
+        dark.page.click(".ask .primary")
+        dark.until("document.querySelectorAll('.token').length > 40", 300)
+        dark.page.locator(".token").nth(12).hover()
+        dark.page.wait_for_timeout(300)
+        shoot(dark, folder / "page-dark.png")
 
 
 def take_recorded(browser: Any, folder: Path, saved: Path) -> None:

@@ -48,7 +48,7 @@ class Visit:
         known = "const { player, histories } = window.chairlift ?? { histories: [] };"
         return self.page.evaluate(f"(() => {{ {known} return {script}; }})()")
 
-    def until(self, script: str, seconds: float = 20.0) -> None:
+    def until(self, script: str, seconds: float = 60.0) -> None:
         """Wait until a JavaScript expression, in which `chairlift` is known, holds."""
         end = time.monotonic() + seconds
         while not self.known(script):
@@ -80,6 +80,7 @@ def chromium() -> Iterator[Any]:
 def visiting(browser: Any, url: str, **context: Any) -> Iterator[Visit]:
     """A page in a context of its own, as a new user sees it."""
     opened = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
+    opened.set_default_timeout(120_000)  # ms: machines that run tests are busy
     visit = Visit(opened.new_page())
     visit.page.on("request", lambda request: visit.urls.append(request.url))
     visit.page.on("pageerror", lambda error: visit.complaints.append(str(error)))

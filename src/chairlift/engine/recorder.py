@@ -166,12 +166,9 @@ class Recorder:
             rows = plan.rows
             shown = 0 if rows == self._rows else rows
             self._rows = rows
-            self._steps.append(
-                (
-                    *(self._number, self._since(begun), int(seconds * 1e6)),
-                    *(plan.tokens, len(result.tokens), shown, chunks, drafts),
-                )
-            )
+            begin, took = int((begun - self._epoch) * 1e6), int(seconds * 1e6)
+            sampled = len(result.tokens)
+            self._steps.append((self._number, begin, took, plan.tokens, sampled, shown, chunks, drafts))
         for sequence, reason in reasons.items():
             if (row := self._row_of.get(sequence)) is not None:
                 self._end(row, reason, end)
@@ -181,12 +178,13 @@ class Recorder:
 
     def _has_missed_ends(self, plan: StepPlan, reasons: dict[Sequence, FinishReason]) -> bool:
         """Whether a sequence may have ended that is not in this step's outcome; single answers are found later."""
-        scheduler, count = self._scheduler, self._scheduler.counters
+        count = self._scheduler.counters
         gone = count.finished + count.aborted + count.failed
-        here = {each.request.id for each in reasons if not scheduler.is_live(each.request.id)}
-        is_missing = gone - self._gone != len(here)
-        self._gone = gone
-        return is_missing or self._number % _SWEEP == 0 or any(each.row in self._lanes for each in plan.newcomers)
+        new, self._gone = gone - self._gone, gone
+        if reasons:
+            is_live = self._scheduler.is_live
+            new -= len({each.request.id for each in reasons if not is_live(each.request.id)})
+        return bool(new) or self._number % _SWEEP == 0 or any(each.row in self._lanes for each in plan.newcomers)
 
     def _sweep(self, reasons: dict[Sequence, FinishReason]) -> None:
         """Close the lanes of sequences that had ended before this step's results came: no outcome says so."""
@@ -204,9 +202,10 @@ class Recorder:
                 if row in plan.rows and plan.starts[plan.rows.index(row)] + 1 < len(newcomer.tokens):
                     self._prefills[row] = len(newcomer.tokens)
                 continue
-            for old in {row, self._row_of.get(sequence, row)} & self._lanes.keys():
-                self._event("preempt", old, 0)  # by a step that failed
-                self._forget(old)
+            if row in self._lanes or sequence in self._row_of:
+                for old in {row, self._row_of.get(sequence, row)} & self._lanes.keys():
+                    self._event("preempt", old, 0)  # by a step that failed
+                    self._forget(old)
             self._open(row, sequence)
             is_fork = sequence.index > 0 and row not in plan.rows and row in plan.sample_rows
             self._event("admit", *self._lane(row, sequence, len(newcomer.tokens), is_fork=is_fork))
@@ -215,15 +214,26 @@ class Recorder:
             else:
                 self._prefills[row] = len(newcomer.tokens)
 
-    def _lane(self, row: int, sequence: Sequence, known: int | None = None, *, is_fork: bool = False) -> list[Any]:
-        request = sequence.request
-        waited = None if sequence.started is None else int((sequence.started - request.arrival) * 1e6)
-        return [
-            *(row, self._name_of(request), sequence.index, request.tenant, sequence.prompt_length, sequence.cached),
-            *(self._since(request.arrival), waited, sequence.limit, sequence.preemptions, request.priority),
-            *(int(is_fork), len(sequence.tokens) if known is None else known),
+    def _lane(
+        self, row: int, sequence: Sequence, known: int | None = None, *, is_fork: bool = False
+    ) -> tuple[Any, ...]:
+        request, started = sequence.request, sequence.started
+        return (
+            row,
+            self._name_of(request),
+            sequence.index,
+            request.tenant,
+            sequence.prompt_length,
+            sequence.cached,
+            int((request.arrival - self._epoch) * 1e6),
+            None if started is None else int((started - request.arrival) * 1e6),
+            sequence.limit,
+            sequence.preemptions,
+            request.priority,
+            int(is_fork),
+            len(sequence.tokens) if known is None else known,
             request.prompt[-self._prompt_tokens :] if self._prompt_tokens else 0,
-        ]
+        )
 
     def _chunks(self, plan: StepPlan, end: int) -> list[tuple[int, int, int]] | int:
         """Return the slices of rows in prefill; the last one of a row brings a token, and may have drafts behind it."""
@@ -261,9 +271,8 @@ class Recorder:
         arrival = self._since(sequence.request.arrival)
         first = self._firsts.get(row)
         ttft = None if first is None else first - arrival
-        self._event(
-            "end", row, reason or _ENDED, len(sequence.tokens) - sequence.prompt_length, ttft, max(0, end - arrival)
-        )
+        output = len(sequence.tokens) - sequence.prompt_length
+        self._event("end", row, reason or _ENDED, output, ttft, max(0, end - arrival))
         self._forget(row)
 
     def _open(self, row: int, sequence: Sequence) -> None:

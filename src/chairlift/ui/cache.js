@@ -13,6 +13,9 @@ export const BLOCK_COLOURS = [
   ["disk", "on disk"],
 ];
 
+const HEIGHT = 176; // most pixels of the map
+const LARGEST = 22; // pixels of a square
+
 class CacheCard {
   constructor(history) {
     this.history = history;
@@ -74,7 +77,16 @@ class CacheCard {
     return prompt > 0 ? (look.cached_tokens - before.cached_tokens) / prompt : null;
   }
 
+  /** Make the map as high as its squares need. */
+  shrink(many) {
+    const width = this.map.clientWidth;
+    this.size = largestSquare(width, HEIGHT, many);
+    const height = `${Math.ceil(many / Math.max(1, Math.floor(width / this.size))) * this.size}px`;
+    if (this.map.style.height !== height) this.map.style.height = height;
+  }
+
   draw(look) {
+    this.shrink(look.map.length);
     if (fit(this.map)) this.shown = null;
     if (this.shown === look || !this.map.width) return;
     this.shown = look;
@@ -82,9 +94,7 @@ class CacheCard {
     const colours = palette();
     const { width, height } = this.map;
     const many = look.map.length;
-    let size = Math.floor(Math.sqrt((width * height) / many));
-    while (size > 1 && Math.floor(width / size) * Math.floor(height / size) < many) size--;
-    size = Math.min(size, 22 * (window.devicePixelRatio || 1));
+    const size = Math.max(1, Math.floor(this.size * (window.devicePixelRatio || 1)));
     const across = Math.max(1, Math.floor(width / size));
     const gap = size > 5 ? Math.max(1, Math.round(size / 8)) : size > 3 ? 1 : 0;
     pen.clearRect(0, 0, width, height);
@@ -93,6 +103,13 @@ class CacheCard {
       pen.fillRect((place % across) * size, Math.floor(place / across) * size, size - gap, size - gap);
     }
   }
+}
+
+/** The largest square of which so many fit an area. */
+function largestSquare(width, height, many) {
+  let size = Math.min(LARGEST, Math.floor(Math.sqrt((width * height) / many)));
+  while (size > 1 && Math.floor(width / size) * Math.floor(height / size) < many) size--;
+  return Math.max(1, size);
 }
 
 function tier(name) {

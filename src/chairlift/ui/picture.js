@@ -10,7 +10,7 @@ const TIMES = 36; // of step times, below
 const GAP = 10;
 const GUTTER = 46; // for labels, at the left
 const LANES = [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024];
-const SCALES = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 60000]; // ms
+const SCALES = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 60000]; // ms
 export const ZOOMS = [2, 3, 4, 6, 9, 14, 20];
 
 export class Picture {

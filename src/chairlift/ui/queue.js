@@ -53,7 +53,7 @@ function entry() {
 function fillEntry(element, { history, values: [id, index, tenant, prompt, , seconds, priority, preemptions, why] }, isOneOfSeveral) {
   const [line, sentence] = element.children;
   say(line.children[0], index ? `${id} #${index}` : id);
-  const words = [`waits since ${duration(seconds * 1e6)}`, counted(prompt, "prompt token")];
+  const words = [`has waited ${duration(seconds * 1e6)}`, counted(prompt, "prompt token")];
   if (tenant) words.unshift(tenant);
   if (priority) words.push(`priority ${priority}`);
   if (preemptions) words.push(`preempted ${counted(preemptions, "time")}`);
