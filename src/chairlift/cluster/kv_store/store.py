@@ -31,6 +31,7 @@ LIFETIME = 24 * 3600  # seconds that the server keeps a block; its maxmemory bou
 _REGION = 256 << 20  # bytes of slots, for blocks in either direction: 2,000 tokens of an 8B model
 _MOST_SLOTS = 1024
 _TIMEOUT = 2.0  # seconds without a byte from the server
+_LONGEST = 10.0  # seconds that a request waits for blocks
 _RETRY = 1.0  # seconds before a server that could not be reached is tried again
 _SLOT_SECONDS = 0.002  # until free slots are looked for again
 _KNOWN = 1 << 16  # keys that the server was sent or has sent: these blocks are not stored again
@@ -99,7 +100,7 @@ class KvStore:
         if missing * self.block_seconds > seconds:
             self.block_seconds *= 1 - _RATE / 4
             return False
-        fetch = Fetch(name, salt, key, first, time.monotonic() + min(seconds, _TIMEOUT))
+        fetch = Fetch(name, salt, key, first, time.monotonic() + min(seconds, _LONGEST))
         self._fetches[name] = fetch
         self._to_fetch.put(fetch)
         return True
