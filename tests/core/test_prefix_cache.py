@@ -391,3 +391,14 @@ def test_arrived_blocks_never_take_the_place_of_those_before_them() -> None:
     receiving.arrive(other, 0, [6])
     receiving.step()
     assert (receiving.found(tokens), receiving.found(other)) == (2, 1), "the last of a prompt goes first"
+
+
+def test_with_few_slots_for_evicted_blocks_the_first_of_a_prompt_are_kept() -> None:
+    receiving, tokens = Receiving(5), list(range(5 * SIZE))
+    receiving.arrive(tokens, 0, [1, 2, 3, 4, 5])
+    receiving.step()
+    receiving.cache.exchange.free.extend([70, 71])
+    receiving.arrive(list(range(100, 100 + 4 * SIZE)), 0, [6, 7, 8, 9])  # evicts the last four
+    assert len(receiving.step().sent) == 2
+    left = receiving.cache.exchange.written
+    assert [(len(each.key) // 4 // SIZE, each.slot) for each in left] == [(3, 70), (2, 71)]
