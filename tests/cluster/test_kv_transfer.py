@@ -174,6 +174,12 @@ def test_a_receiver_that_does_not_read_holds_a_prompt_up_for_a_moment_only(
     outgoing.computed("r", list(range(10)), len(tokens))  # three blocks are copied, for the others there is no slot
     outgoing.finish("r")
     assert outgoing.take_done() == ["r"]
+    begun = time.monotonic()
+    monkeypatch.setattr(outgoing_module, "_STALL", 30.0)
+    for name in "abc":  # no other prompt waits for a receiver that was waited for in vain
+        outgoing.begin(name, where, "", packed(tokens))
+        outgoing.computed(name, list(range(10)), len(tokens))
+    assert time.monotonic() - begun < 10
     until(lambda: there.exchange.taken == 3, there)
     assert len(there.found(tokens)) == 3
 

@@ -12,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.core.blocks import BlockPool, BlockTable
+from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
+from chairlift.core.exchange import Arrived
 from chairlift.core.params import SamplingParams
+from chairlift.core.plan import StepPlan
 from chairlift.core.policies import POLICIES
 from chairlift.core.policy import Knowledge
 from chairlift.core.predictor import PREDICTORS
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.prefix_node import Node, packed
+from chairlift.core.prefixes import PrefixBinding
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.step import StepResult
@@ -328,3 +332,73 @@ def test_those_who_wait_are_looked_up_again_as_the_cache_fills() -> None:
     for _ in range(9):
         give(scheduler, scheduler.plan(0.0))
     assert min(scheduler.waiting, key=lambda each: each.rank).request.id == "brother"
+
+
+class Receiving:
+    """A scheduler with a few blocks, and blocks that arrive for it."""
+
+    def __init__(self, blocks: int) -> None:
+        self.pool = BlockPool(blocks, SIZE)
+        self.cache = PrefixCache(self.pool)
+        self.binding = PrefixBinding(self.pool, self.cache, CacheGroups((0,), SIZE, 1))
+
+    def arrive(self, tokens: list[int], first: int, slots: list[int]) -> None:
+        self.cache.exchange.arrived.append(Arrived("", packed(tokens), first, slots))
+
+    def step(self, most: int = 100) -> StepPlan:
+        plan = StepPlan()
+        self.binding.take_in(plan, most)
+        self.binding.plan_moves(plan)
+        self.binding.confirm(plan)
+        self.pool.check([])
+        self.cache.check()
+        return plan
+
+    def found(self, tokens: list[int]) -> int:
+        path: list[Node] = []
+        self.cache.match(path, "", packed(tokens), len(tokens) // SIZE)
+        return len(path)
+
+
+def test_blocks_that_arrive_are_copied_a_few_in_a_step_and_found_by_their_tokens() -> None:
+    receiving, tokens = Receiving(10), list(range(5 * SIZE))
+    receiving.arrive(tokens[: 3 * SIZE], 0, [7, 8, 9])
+    receiving.arrive(tokens, 3, [3, 4])
+    assert [slot for slot, _ in receiving.step(most=2).received] == [7, 8]
+    assert receiving.found(tokens) == 2 and receiving.cache.exchange.read == [7, 8]
+    assert [slot for slot, _ in receiving.step(most=2).received] == [9, 3]
+    assert [slot for slot, _ in receiving.step(most=2).received] == [4]
+    assert receiving.found(tokens) == 5 and receiving.pool.cached == 5
+
+
+def test_blocks_behind_a_gap_and_blocks_that_are_there_are_given_back_at_once() -> None:
+    receiving, tokens = Receiving(10), list(range(5 * SIZE))
+    receiving.arrive(tokens, 3, [1, 2])  # nothing is there before them
+    assert not receiving.step() and receiving.cache.exchange.read == [1, 2]
+    receiving.arrive(tokens[: 3 * SIZE], 0, [3, 4, 5])
+    receiving.step()
+    receiving.arrive(tokens, 1, [6, 7, 8, 9])
+    assert [slot for slot, _ in receiving.step().received] == [8, 9]
+    assert sorted(receiving.cache.exchange.read) == list(range(1, 10))
+
+
+def test_arrived_blocks_never_take_the_place_of_those_before_them() -> None:
+    receiving, tokens = Receiving(3), list(range(5 * SIZE))
+    receiving.arrive(tokens, 0, [1, 2, 3, 4, 5])
+    assert [slot for slot, _ in receiving.step().received] == [1, 2, 3], "the others have no room"
+    assert receiving.found(tokens) == 3
+    other = list(range(100, 100 + SIZE))
+    receiving.arrive(other, 0, [6])
+    receiving.step()
+    assert (receiving.found(tokens), receiving.found(other)) == (2, 1), "the last of a prompt goes first"
+
+
+def test_with_few_slots_for_evicted_blocks_the_first_of_a_prompt_are_kept() -> None:
+    receiving, tokens = Receiving(5), list(range(5 * SIZE))
+    receiving.arrive(tokens, 0, [1, 2, 3, 4, 5])
+    receiving.step()
+    receiving.cache.exchange.free.extend([70, 71])
+    receiving.arrive(list(range(100, 100 + 4 * SIZE)), 0, [6, 7, 8, 9])  # evicts the last four
+    assert len(receiving.step().sent) == 2
+    left = receiving.cache.exchange.written
+    assert [(len(each.key) // 4 // SIZE, each.slot) for each in left] == [(3, 70), (2, 71)]

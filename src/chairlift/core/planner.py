@@ -17,7 +17,7 @@ from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import Phase, Sequence
 from chairlift.core.speculation import Speculation
 
-_COPIED = 4  # a step with running sequences copies arrived blocks of up to its tokens divided by this
+_COPIED = 8  # a step with running sequences copies arrived blocks of up to its tokens divided by this
 _REKEY = 8  # plans after which the queue is sorted again for a policy that reads the prefix cache; more when it is long
 
 

@@ -260,12 +260,23 @@ class PrefixCache:
             return
         node.block = -1
         has_content = not self._drop_coming(block)
-        if has_content and node.is_ready and self.exchange.free and self._groups.is_plain:
-            self.departing.append((block, Departing(*key_of(node), self.exchange.free.popleft())))
+        if has_content and node.is_ready and self._groups.is_plain:
+            self._send_out(node, block)
         if node.shelf >= 0:
             self.shelves[node.shelf].mark_used(node.slot)  # its content is there already
         elif not (has_content and self._shelve(node, HOST, block)):
             self._lose(node)
+
+    def _send_out(self, node: Node, block: int) -> None:
+        """Let the present plan copy an evicted block to a slot outside the pool, if there are slots.
+
+        The last blocks of a prompt are evicted first and are of no use without those before them: if no slot is free, a
+        block takes the slot of the one that this plan evicted first.
+        """
+        free = self.exchange.free
+        if free or self.departing:
+            slot = free.popleft() if free else self.departing.pop(0)[1].slot
+            self.departing.append((block, Departing(*key_of(node), slot)))
 
     def _drop_coming(self, block: int) -> bool:
         """Cancel the move of the present plan that was to fill a block; whether there was one."""

@@ -238,19 +238,23 @@ class PrefixBinding:
             (step.saved if shelf == HOST else step.spilled).append((source, slot))
             step.fresh.append(node)
         cache.leaving = []
-        step.received += ((slot, block) for block, slot in cache.coming.items())
-        cache.coming = {}
-        step.sent += ((block, each.slot) for block, each in cache.departing)
-        step.departing += (each for _, each in cache.departing)
-        cache.departing = []
+        if cache.coming:
+            step.received += ((slot, block) for block, slot in cache.coming.items())
+            cache.coming = {}
+        if cache.departing:
+            step.sent += ((block, each.slot) for block, each in cache.departing)
+            step.departing += (each for _, each in cache.departing)
+            cache.departing = []
 
     def confirm(self, step: StepPlan) -> None:
         """Note that a step succeeded: the blocks that it wrote are valid."""
         self._take_out(step)
         for node in step.fresh:
             node.passes -= 1
-        self.exchange.read += (slot for slot, _ in step.received)
-        self.exchange.written += step.departing
+        if step.received:
+            self.exchange.read += (slot for slot, _ in step.received)
+        if step.departing:
+            self.exchange.written += step.departing
         for sequence, i, node in step.lent:
             if sequence.phase is Phase.RUNNING and self.cache is not None:
                 self.cache.lend(node, _blocks_at(sequence.tables[1:], i))

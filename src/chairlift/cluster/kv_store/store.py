@@ -28,10 +28,12 @@ from chairlift.execution.exchange import BlockExchange
 log = logging.getLogger("chairlift")
 
 LIFETIME = 24 * 3600  # seconds that the server keeps a block; its maxmemory bounds their number
-_REGION = 64 << 20  # bytes of slots, for blocks in either direction
+_REGION = 256 << 20  # bytes of slots, for blocks in either direction: 2,000 tokens of an 8B model
 _MOST_SLOTS = 1024
 _TIMEOUT = 2.0  # seconds without a byte from the server
+_LONGEST = 10.0  # seconds that a request waits for blocks
 _RETRY = 1.0  # seconds before a server that could not be reached is tried again
+_SLOT_SECONDS = 0.002  # until free slots are looked for again
 _KNOWN = 1 << 16  # keys that the server was sent or has sent: these blocks are not stored again
 _BATCH = 16  # blocks asked for at once; the first time one, to learn whether there are any
 _MOST_FETCHES = 64  # requests that may wait for blocks
@@ -98,7 +100,7 @@ class KvStore:
         if missing * self.block_seconds > seconds:
             self.block_seconds *= 1 - _RATE / 4
             return False
-        fetch = Fetch(name, salt, key, first, time.monotonic() + min(seconds, _TIMEOUT))
+        fetch = Fetch(name, salt, key, first, time.monotonic() + min(seconds, _LONGEST))
         self._fetches[name] = fetch
         self._to_fetch.put(fetch)
         return True
@@ -205,7 +207,10 @@ class KvStore:
         """Fetch blocks in order until one is missing or the time is over."""
         keys = list(self._keys(fetch.salt, fetch.key))
         number, count, begun = fetch.first, 1, time.monotonic()
-        while number < len(keys) and time.monotonic() < fetch.deadline and self._free:
+        while number < len(keys) and time.monotonic() < fetch.deadline:
+            if not self._free:
+                time.sleep(_SLOT_SECONDS)
+                continue
             places = [self._free.popleft() for _ in range(min(count, len(keys) - number, len(self._free)))]
             redis.set_timeout(min(_TIMEOUT, 0.05 + max(0.0, fetch.deadline - time.monotonic()) * 2))
             found = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from threading import Lock, Thread
 
@@ -19,6 +20,7 @@ log = logging.getLogger("chairlift")
 MAX_CONNECTIONS = 64
 _MAX_PROMPTS = 4096  # of one connection, of which blocks may follow
 _MOST_SLOTS = 1024  # of one connection
+_ACCEPT_AGAIN = 1.0  # seconds after an error
 _BACKLOG = 8  # new connections that may be in their handshake
 
 
@@ -119,9 +121,10 @@ class Incoming:
         while True:
             try:
                 link, _ = self._listener.accept()
-            except OSError:  # out of descriptors, for example: the engine can do without blocks
-                log.exception("no KV connection can be accepted")
-                return
+            except OSError as error:  # out of descriptors, for example: the engine can do without blocks for a while
+                log.error("no KV connection can be accepted: %s", error)
+                time.sleep(_ACCEPT_AGAIN)
+                continue
             if self.connections >= MAX_CONNECTIONS:
                 link.close()
                 continue

@@ -20,7 +20,7 @@ from chairlift.execution.exchange import BlockExchange
 
 log = logging.getLogger("chairlift")
 
-_STALL = 2.0  # seconds to wait for a free slot before a prompt's further blocks are given up
+_STALL = 1.0  # seconds to wait for free slots before a prompt's further blocks are given up; no step runs meanwhile
 _RETRY = 2.0  # seconds before a receiver that could not be reached is tried again
 
 
@@ -60,6 +60,7 @@ class Peer:
         self._owner: dict[int, Transfer] = {}  # of each slot that is not free
         self._changed = Condition()
         self.is_lost = False
+        self._is_stalled = False  # no slot became free in time
         self._queue: SimpleQueue[Filled | Prompt | End | None] = SimpleQueue()
         for task in (self._send_all, self._read_all):
             Thread(target=task, name=f"kv-{task.__name__}", daemon=True).start()
@@ -72,8 +73,9 @@ class Peer:
 
     def send(self, transfer: Transfer, first: int, blocks: list[int]) -> bool:
         """Copy computed blocks to slots and announce them; False if there was no slot in time."""
+        end = time.monotonic() + _STALL
         while blocks:
-            slots = self._take_slots(transfer, len(blocks))
+            slots = self._take_slots(transfer, len(blocks), end)
             if not slots:
                 return False
             done = self._blocks.copy_out(blocks[: len(slots)], [self._slots[slot] for slot in slots])
@@ -81,10 +83,11 @@ class Peer:
             first, blocks = first + len(slots), blocks[len(slots) :]
         return True
 
-    def _take_slots(self, transfer: Transfer, most: int) -> list[int]:
-        """Wait for free slots; return up to `most`."""
+    def _take_slots(self, transfer: Transfer, most: int, end: float) -> list[int]:
+        """Wait for free slots, unless the receiver has just been waited for in vain; return up to `most`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self.is_lost, _STALL)
+            patience = 0.0 if self._is_stalled else max(0.0, end - time.monotonic())
+            self._is_stalled = not self._changed.wait_for(lambda: self._free or self.is_lost, patience)
             if self.is_lost:
                 return []
             found = [self._free.popleft() for _ in range(min(most, len(self._free)))]
@@ -135,6 +138,7 @@ class Peer:
                     raise LinkError(f"slot {slot} was not in use")
                 transfer.unread -= 1
                 self._free.append(slot)
+                self._is_stalled = False
                 if transfer.is_over and not transfer.unread:
                     self._outgoing.ended(transfer)
             self._changed.notify_all()
