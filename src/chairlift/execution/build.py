@@ -28,7 +28,7 @@ from chairlift.execution.capacity import Capacity, available_memory, plan_capaci
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.speculate import add_draft_model, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
-from chairlift.models.checkpoint import Checkpoint, open_checkpoint
+from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.division import of_one_rank
@@ -137,6 +137,8 @@ def find_model(model: str, settings: Settings, *, progress: bool = True) -> Foun
         return Found(read_config(config_alone(model), settings.model.dtype, device.type, file=model), None, device)
     checkpoint = open_checkpoint(resolve(model, progress=progress))
     config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
+    if isinstance(checkpoint, GgufCheckpoint):
+        checkpoint.keeps_blocks = device.type == "cpu" and settings.model.dtype == "auto"
     return Found(config, checkpoint, device)
 
 
@@ -276,6 +278,8 @@ def load(
     ranks = 1 if group is None else group.size
     own = of_one_rank(config, ranks)
     total = sum(map(math.prod, record(own, ranks).shapes.values())) * config.dtype.itemsize
+    if isinstance(checkpoint, GgufCheckpoint) and checkpoint.keeps_blocks:
+        total = checkpoint.nbytes() // ranks
     require_memory(own, total, max_length, device, ranks)
     source = checkpoint or RandomTensors(config, device)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
