@@ -18,7 +18,7 @@ from chairlift.ops.quantized import multiply
 from chairlift.ops.weight import Fused, Product, Weight
 
 _NOTHING = np.empty(0, np.float32)
-_CHUNK = 1 << 22  # weights packed at a time: a few times their number is the memory that packing takes
+_CHUNK = 1 << 20  # weights packed at a time: a few times their number is the memory that packing takes
 
 
 class Blocks(Weight):
@@ -136,7 +136,8 @@ def pack_blocks(weight: Blocks, gated: bool) -> torch.Tensor:
     for start in range(0, len(panels), step):
         part = panels[start : start + step]
         wanted = order[start * PANEL : (start + len(part)) * PANEL]
-        chunk = raw[wanted.clamp(min=0)]
-        chunk[wanted < 0] = 0
+        chunk = raw.index_select(0, wanted.clamp(min=0))
+        if (wanted < 0).any():
+            chunk[wanted < 0] = 0
         layout.pack(UNPACK[weight.form.name](chunk.view(-1, weight.form.nbytes)), part)
     return panels.view(parts * count, -1)

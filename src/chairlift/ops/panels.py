@@ -103,24 +103,24 @@ class Panels:
         return by_row.movedim(1, -1).contiguous().view(torch.uint8)
 
     def _pack_codes(self, codes: Tensor, panels: int, blocks: int) -> Tensor:
-        """Return the codes' bytes as [panels, blocks, groups, upper bits and lower bits]."""
-        quads = codes.view(panels, PANEL, blocks * self.groups, self.group // 4, 4)
+        """Return the codes' bytes as [panels, blocks * groups, upper bits and lower bits]."""
+        words = codes.view(torch.int32).view(panels, PANEL, blocks * self.groups, self.group // 4)
+        words = words.movedim(1, -1).contiguous()  # four inputs of an output are a word, WIDTH words a vector
         if self.bits == 8:
-            whole = quads ^ 128 if SIGNED else quads
-            return self._vectors(whole)
-        parts = [self._vectors((quads[..., 0::2, :] & 15) | quads[..., 1::2, :] << 4)]
+            return (words ^ _bytes(128) if SIGNED else words).view(torch.uint8)
+        low = words & _bytes(15)
+        parts = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
         if more := self.bits - 4:
-            high = torch.zeros_like(quads[..., :1, :])
-            for quad in range(self.group // 4):
-                high |= quads[..., quad : quad + 1, :] >> 4 << more * quad
-            parts.insert(0, self._vectors(high))
-        return torch.cat(parts, dim=-1)
+            high = (words >> 4).bitwise_and_(_bytes((1 << more) - 1))
+            for quad in range(1, self.group // 4):
+                high[:, :, 0] |= high[:, :, quad] << more * quad
+            parts.insert(0, high[:, :, :1])
+        return torch.cat(parts, dim=2).view(torch.uint8)
 
-    @staticmethod
-    def _vectors(quads: Tensor) -> Tensor:
-        """Reorder [panels, PANEL, groups, n, 4] to [panels, groups, bytes]: vectors of outputs inside of n."""
-        words = quads.contiguous().view(torch.int32).squeeze(-1)
-        return words.movedim(1, -1).contiguous().view(torch.uint8).flatten(2)
+
+def _bytes(value: int) -> int:
+    """Return the int32 with the same value in each byte."""
+    return int.from_bytes(bytes([value] * 4), "little", signed=True)
 
 
 _CENTRE = 0 if SIGNED else 128
