@@ -100,6 +100,7 @@ class Built:
     checkpoint: Checkpoint | None
     device: torch.device
     slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
+    weight_bytes: int  # of the matrices that a step reads, on one rank
     close: Callable[[], None] = lambda: None  # ends the processes of the other ranks
 
 
@@ -203,7 +204,8 @@ def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Execu
     if scheduling.speculation != "off":
         speculate(scheduler, scheduling, prepared.executor, loaded.decoder, prepared.cache, loaded.draft)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
-    return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step)
+    weights = loaded.decoder.read_bytes
+    return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step, weights)
 
 
 def keeps_prefixes(settings: Settings, capacity: Capacity) -> bool:
