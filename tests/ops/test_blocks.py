@@ -158,6 +158,10 @@ def test_projections_of_several_formats_are_one_compiled_layer() -> None:
     apart = [Linear(weight, part, norm=norm)(x) for weight, part in zip(weights, bias.split([48, 16, 16]), strict=True)]
     assert torch.equal(layer(x), torch.cat(apart, 1))
     assert torch.equal(layer(x, add_to=torch.ones(5, 80)), 1 + torch.cat(apart, 1))
+    gated = Linear(join_weights([weights[1], weights[2]]), norm=norm, gate=SILU)
+    assert gated.is_compiled
+    expected = SILU(Linear(weights[1], norm=norm)(x)) * Linear(weights[2], norm=norm)(x)
+    assert torch.allclose(gated(x), expected, rtol=1e-5)
     beside = Linear(join_weights([weights[0], Dense(torch.randn(8, 256))]))
     assert beside.is_compiled and beside(x).shape == (5, 56)
 

@@ -148,8 +148,8 @@ class Mixed(Weight):
         raise NotImplementedError
 
     def prepare(self, fused: Fused) -> Product:
-        """Return the product that a linear layer runs: a compiled one if the products of all formats are."""
-        if fused.gate is None:
+        """Return the product that a linear layer runs: on a CPU a compiled one if the products of all formats are."""
+        if self.device.type == "cpu":
             products, first = [], 0
             for part in self.parts:
                 last = first + part.shape[0]
@@ -217,6 +217,8 @@ class MixedProduct(Product):
     def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:
         """Return the output; with `add_to`, add the output there in place and return that."""
         y = np.concatenate([product(x) for product in self.products], axis=1)
+        if self.fused.gate is not None:
+            y = gate_mul_reference(torch.from_numpy(y), self.fused.gate).numpy()
         if add_to is None:
             return y
         add_to += y
