@@ -23,8 +23,7 @@ from chairlift.ops.tile import WIDTH, emit_fetch
 _f32, _f16 = ir.FloatType(), ir.HalfType()
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _LINE = 64  # bytes in a cache line
-_FETCH_BYTES = 2048  # how far ahead tiles of few rows prefetch: they read the weight from memory
-_FETCH_ROWS = 2
+_FETCH_BYTES = 4096  # how far ahead a tile prefetches the weight: measured (docs/performance.md)
 
 
 class Dot:
@@ -190,9 +189,8 @@ class _Tile:
         block = builder.gep(panel, [builder.mul(builder.lshr(position, _i64(shift)), _i64(panels.block_bytes * size))])
         within = builder.mul(builder.and_(position, _i64(panels.groups - 1)), _i64(panels.group_bytes * size))
         group = builder.gep(block, [builder.add(within, _i64(panels.unit_bytes * size))])
-        if self.rows <= _FETCH_ROWS:
-            for line in range(0, panels.group_bytes * size, _LINE):
-                emit_fetch(builder, builder.gep(group, [_i64(_FETCH_BYTES + line)]))
+        for line in range(0, panels.group_bytes * size, _LINE):
+            emit_fetch(builder, builder.gep(group, [_i64(_FETCH_BYTES + line)]))
         records = builder.gep(inputs, [builder.mul(position, _i64(self.rows * panels.record_bytes))])
         new = self.group(records, block, group, held)
         position.add_incoming(builder.add(position, _i64(1)), builder.block)
