@@ -1,4 +1,7 @@
-"""The default model, its real weights: greedy tokens, beams and shared prefixes equal those of transformers."""
+"""The default model, its real weights: greedy float32 tokens, beams and shared prefixes equal those of transformers.
+
+Its quantized products give other tokens, which depend on nothing but the prompt.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_greedy_tokens_equal_transformers_in_every_way_to_run(
     params = SamplingParams(temperature=0, max_tokens=tokens)
 
     def answers(*, alone: bool = False, **settings: Any) -> tuple[list[list[int]], list[list[int]], int]:
-        llm = LLM(progress=False, max_length=128, **settings)
+        llm = LLM(progress=False, dtype="float32", max_length=128, **settings)
         asked = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
         batches = [[prompt] for prompt in asked] if alone else [asked]
         results = [result for batch in batches for result in llm.generate(batch, params)]
@@ -77,13 +80,35 @@ def test_greedy_tokens_equal_transformers_in_every_way_to_run(
 
 
 def test_beams_are_those_of_transformers(smollm: Any) -> None:
-    llm = LLM(progress=False, max_length=512)
+    llm = LLM(progress=False, dtype="float32", max_length=512)
     questions = ("What is gravity?", "Tell me a joke about trains.")
     prompts = [llm.chat_prompt([{"role": "user", "content": question}]) for question in questions]
     eos = next(iter(llm.config.eos_ids))
     params = params_of(width=4, count=20, eos=eos)
     for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
         assert [answer.token_ids for answer in result.outputs] == beams_of_transformers(smollm, prompt, 20, eos, 4)
+
+
+def test_quantized_answers_do_not_depend_on_how_they_are_run(smollm: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+
+    def run(*, alone: bool = False, **settings: Any) -> tuple[list[list[int]], list[list[int]], LLM]:
+        llm = LLM(progress=False, max_length=128, **settings)
+        asked = [llm.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[::7]]
+        batches = [[prompt] for prompt in asked] if alone else [asked]
+        results = [result for batch in batches for result in llm.generate(batch, params)]
+        llm.engine.scheduler.check()
+        return asked, [result.outputs[0].token_ids for result in results], llm
+
+    asked, together, _ = run()
+    assert run(alone=True)[1] == together
+    assert run(step_tokens=16, max_sequences=16)[1] == together
+    _, squeezed, llm = run(kv_tokens=128)
+    assert squeezed == together and llm.engine.scheduler.counters.preemptions > 0
+    assert [result.outputs[0].token_ids for result in llm.generate(asked, params)] == together  # from the prefix cache
+    likeliest = [likeliest_after(smollm, *each) for each in zip(asked, together, strict=True)]
+    same = [a == b for one, other in zip(likeliest, together, strict=True) for a, b in zip(one, other, strict=True)]
+    assert sum(same) > 0.9 * len(same)  # of the tokens that float32 takes in the same place
 
 
 def test_answers_are_the_same_with_the_prefix_cache_and_without() -> None:
@@ -104,7 +129,7 @@ def test_answers_are_the_same_with_the_prefix_cache_and_without() -> None:
 
 
 def test_drafts_from_the_text_keep_the_answers_of_transformers(smollm: Any) -> None:
-    llm = LLM(progress=False, speculation="ngram", max_length=1024)
+    llm = LLM(progress=False, dtype="float32", speculation="ngram", max_length=1024)
     speculation = llm.engine.scheduler.planner.speculation
     assert speculation is not None
     speculation.times = StepTimes([(1, 1.0), (400, 1.0)])  # as many drafts as there are

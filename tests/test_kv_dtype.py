@@ -11,7 +11,6 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import SettingsError
-from chairlift.evaluation import kv_accuracy
 from chairlift.ops.kv_quant import KV_DTYPES
 from tiny import make_tiny_model
 
@@ -97,19 +96,3 @@ def test_a_fixed_memory_holds_twice_the_tokens_of_16_bits(tmp_path: Path) -> Non
 def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:
     with pytest.raises(SettingsError, match="kv_dtype is 'int4': use one of auto, int8, fp8"):
         LLM("nowhere", kv_dtype="int4")
-
-
-def test_the_benchmark_compares_every_kind_with_the_model_s_own(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"TEXT_TOKENS": 400, "PROMPT_TOKENS": 40, "CONTEXT": 100, "BATCH": 6, "LENGTH": 512}.items():
-        monkeypatch.setattr(kv_accuracy, name, value)
-    found = kv_accuracy.measure(str(tiny_model), "the answer to the question " * 100, {}, repeat=2)
-    assert [each.kv_dtype for each in found] == ["auto", *KV_DTYPES]
-    exact, *narrow = found
-    for each in narrow:
-        assert each.perplexity == pytest.approx(exact.perplexity, rel=0.1)
-        assert each.bytes_per_token < exact.bytes_per_token / 3
-        assert len(each.speeds) == 2
-        assert len(each.likeliest) == 399
-    assert [column.header for column in kv_accuracy.kv_table(found, "tiny").columns] == ["", "auto", *KV_DTYPES]

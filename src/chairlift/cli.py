@@ -15,7 +15,7 @@ from chairlift.commands.batch import batch
 from chairlift.commands.bench_agreement import agreement
 from chairlift.commands.bench_cache import cache
 from chairlift.commands.bench_chat import bench_chat
-from chairlift.commands.bench_kv import kv
+from chairlift.commands.bench_quality import quality
 from chairlift.commands.bench_sizes import sizes
 from chairlift.commands.bench_speculation import speculation
 from chairlift.commands.chat import chat
@@ -44,7 +44,7 @@ app = typer.Typer(
 )
 for each in (serve, route, chat, run, batch, pull, explain):
     app.command(cls=Command)(each)
-for each in (cache, kv, agreement, sizes, speculation):
+for each in (cache, quality, agreement, sizes, speculation):
     bench.app.command(cls=Command)(each)
 bench.app.command("chat", cls=Command)(bench_chat)
 app.add_typer(bench.app, name="bench")

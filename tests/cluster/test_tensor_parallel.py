@@ -207,7 +207,7 @@ def test_half_precision_runs_on_ranks_too(two: Ranks, tiny_model: Path) -> None:
 
 @pytest.mark.long
 def test_the_default_model_on_three_ranks_has_the_tokens_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"max_length": 128, "kv_tokens": 8192}
+    settings = {"max_length": 128, "kv_tokens": 8192, "dtype": "float32"}
     greedy = SamplingParams(temperature=0, max_tokens=24)
     one = LLM(progress=False, **settings)
     asked = [one.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS[::2]]

@@ -19,10 +19,10 @@ from chairlift.models.cut import Cut
 from chairlift.models.division import divides, of_one_rank, rows_of_rank
 from chairlift.models.families import read_config, record
 from chairlift.models.gguf import GgufFile
-from chairlift.models.gguf_formats import FORMATS
 from chairlift.models.loader import LoadingTake, load_decoder
 from chairlift.models.shapes import SHAPES
 from chairlift.models.sources import DEFAULT_MODEL, resolve
+from chairlift.ops.block_formats import FORMATS
 from test_greedy import MODELS
 from tiny import make_tiny_model
 

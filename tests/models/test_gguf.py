@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from chairlift.core.errors import ModelError
 from chairlift.models.gguf import GgufFile
-from chairlift.models.gguf_formats import FORMATS, BlockFormat
-from chairlift.models.gguf_quants import CHUNK, dequantize
 from chairlift.models.sources import DEFAULT_MODEL, resolve
+from chairlift.ops.block_codes import CHUNK, dequantize
+from chairlift.ops.block_formats import FORMATS, BlockFormat
 
 QUANTIZED_BY_REFERENCE = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from chairlift.models.gguf_formats import FORMATS
-from chairlift.models.gguf_quants import CHUNK, dequantize
+from chairlift.ops.block_codes import CHUNK, dequantize
+from chairlift.ops.block_formats import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -45,7 +45,8 @@ class ModelSettings:
     )
     dtype: str = option(
         "auto",
-        "auto is float32 on a CPU and the model's own dtype on a GPU; change it to trade accuracy for memory.",
+        "auto is the model's own dtype on a GPU; on a CPU it is float32, with quantized GGUF matrices multiplied as "
+        "they are. float32 dequantizes them: use it for exact results.",
         ("auto", "float32", "bfloat16", "float16"),
     )
     tensor_parallel: int = option(

@@ -30,7 +30,7 @@ from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.speculate import add_draft_model, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
-from chairlift.models.checkpoint import Checkpoint, open_checkpoint
+from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.division import of_one_rank
@@ -103,6 +103,7 @@ class Built:
     checkpoint: Checkpoint | None
     device: torch.device
     slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
+    weight_bytes: int  # of the matrices that a step reads, on one rank
     close: Callable[[], None] = lambda: None  # ends the processes of the other ranks
     exchange: BlockExchange | None = None  # for blocks from and to other processes; None: of several ranks
 
@@ -148,6 +149,8 @@ def find_model(model: str, settings: Settings, *, progress: bool = True) -> Foun
         return Found(read_config(config_alone(model), settings.model.dtype, device.type, file=model), None, device)
     checkpoint = open_checkpoint(resolve(model, progress=progress))
     config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
+    if isinstance(checkpoint, GgufCheckpoint):
+        checkpoint.keeps_blocks = device.type == "cpu" and settings.model.dtype == "auto"
     return Found(config, checkpoint, device)
 
 
@@ -212,7 +215,8 @@ def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Execu
     if scheduling.speculation != "off":
         speculate(scheduler, scheduling, prepared.executor, loaded.decoder, prepared.cache, loaded.draft)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
-    return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step)
+    weights = loaded.decoder.read_bytes
+    return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step, weights)
 
 
 def keeps_prefixes(settings: Settings, capacity: Capacity) -> bool:
@@ -287,6 +291,8 @@ def load(
     ranks = 1 if group is None else group.size
     own = of_one_rank(config, ranks)
     total = sum(map(math.prod, record(own, ranks).shapes.values())) * config.dtype.itemsize
+    if isinstance(checkpoint, GgufCheckpoint) and checkpoint.keeps_blocks:
+        total = checkpoint.nbytes() // ranks
     require_memory(own, total, max_length, device, ranks)
     source = checkpoint or RandomTensors(config, device)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())

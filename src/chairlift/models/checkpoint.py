@@ -203,6 +203,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = self.config_file = path
+        self.keeps_blocks = False  # whether `weight` returns quantized matrices in their block format
         self._file = GgufFile(path)
         self.config = hf_config(self._file)
         try:
@@ -253,10 +254,23 @@ class GgufCheckpoint:
         return hf_layout(weights, gguf_name, self.config)
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
-        """Read a matrix or a part of it, dequantized."""
+        """Read a matrix or a part of it, dequantized unless the checkpoint keeps its blocks."""
+        from chairlift.ops.blocks import Blocks
         from chairlift.ops.dense import Dense
 
+        gguf_name = self._gguf_name(name)
+        form = self._file.tensors[gguf_name].type
+        if self.keeps_blocks and form.plain is None:
+            blocks, rest = self._file.blocks(gguf_name, cut)
+            if rest is None:  # else the cut divides blocks, which have one scale
+                ordered = hf_layout(blocks, gguf_name, self.config)
+                return Blocks(ordered, form, lambda: self._file.release(gguf_name))
         return Dense(self.tensor(name, dtype, device, cut=cut))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether matrices are in a quantized format."""
+        return any(tensor.type.plain is None for tensor in self._file.tensors.values())
 
     def _gguf_name(self, name: str) -> str:
         if name not in self._gguf_names:

@@ -1,4 +1,4 @@
-"""Reader of GGUF, the one-file model format: typed metadata, then tensors in block formats (see gguf_quants).
+"""Reader of GGUF, the one-file model format: typed metadata, then tensors in block formats (see ops/block_formats.py).
 
 Every length and count in the file is checked against the file's size and against limits of real models before memory is
 allocated for it: a truncated, damaged or hostile file raises a `ModelError` and nothing else.
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
 from chairlift.models.cut import Cut
-from chairlift.models.gguf_formats import FORMATS, UNSUPPORTED, BlockFormat
 from chairlift.models.mapped import REFETCH, map_file
+from chairlift.ops.block_formats import FORMATS, UNSUPPORTED, BlockFormat
 
 if TYPE_CHECKING:
     import torch
@@ -82,22 +82,41 @@ class GgufFile:
         >>> file.read("output_norm.weight").shape  # doctest: +SKIP
         torch.Size([576])
         """
+        import torch
+
+        from chairlift.ops.block_codes import dequantize
+
+        blocks, rest = self.blocks(name, cut)
+        form = self.tensors[name].type
+        shape = (blocks.shape[0], blocks.shape[1] * form.values)[: len(self.tensors[name].shape)]
+        weights = dequantize(blocks.view(-1).to(device), form, dtype or torch.float32).view(shape)
+        return weights if rest is None else rest.of(weights)
+
+    def blocks(self, name: str, cut: Cut | None = None) -> tuple[torch.Tensor, Cut | None]:
+        """Return a tensor's bytes [rows, blocks, bytes of a block], a view of the mapped file unless columns are cut.
+
+        The second value is what to cut from the weights of these blocks, if they have further columns.
+        """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self.path} has no tensor {name}: the file is not a whole model of its architecture")
         import torch
 
-        from chairlift.models.gguf_quants import dequantize
-
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
-        form, shape, rest = tensor.type, tensor.shape, None
+        blocks, rest = raw.view(tensor.shape[0], -1, tensor.type.nbytes), None
         if cut is not None:
-            of_blocks, rest = cut.in_blocks(form.values)
-            blocks = of_blocks.of(raw.view(shape[0], -1, form.nbytes))
-            raw, shape = blocks.view(-1), (blocks.shape[0], blocks.shape[1] * form.values)[: len(shape)]
-        self.read_bytes += raw.nbytes
-        weights = dequantize(raw.to(device), form, dtype or torch.float32).view(shape)
-        return weights if rest is None else rest.of(weights)
+            of_blocks, rest = cut.in_blocks(tensor.type.values)
+            blocks = of_blocks.of(blocks)
+        self.read_bytes += blocks.nbytes
+        return blocks, rest
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages of the mapped file from memory; they are read again when they are used again."""
+        tensor, page = self.tensors[name], mmap.PAGESIZE
+        first = -(-tensor.offset // page) * page
+        last = (tensor.offset + tensor.nbytes) // page * page
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
         """Convert offsets in the data section to offsets in the file, and check them against its size."""

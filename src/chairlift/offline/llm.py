@@ -55,6 +55,7 @@ class LLM:
         self.engine = self._built.engine
         self.config = self._built.config
         self.capacity = self._built.capacity
+        self.weight_bytes = self._built.weight_bytes
         self._builder = RequestBuilder(model, self._built, self.settings)
         self._reader = self._builder.prompts
         self.tokenizer = self._builder.tokenizer

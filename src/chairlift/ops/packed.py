@@ -77,7 +77,7 @@ def _multiply_tiles(
     x_at, packed_at = x.ctypes.data, packed.ctypes.data
     step = 2 if mode == GATED else 1
     groups, span = packed.shape[0] // step, step * PANEL
-    # Every panel is computed into this buffer; _store applies bias, residual and gate and drops the padding as it
+    # Every panel is computed into this buffer; store applies bias, residual and gate and drops the padding as it
     # copies from there.
     tile = np.empty((min(tokens, _ROW_BLOCK), span), np.float32)
     tile_at = tile.ctypes.data
@@ -92,7 +92,7 @@ def _multiply_tiles(
             for half in range(step):
                 panel_at = packed_at + (group * step + half) * depth * PANEL * 4
                 _multiply(x_at + top * depth * 4, count, depth, panel_at, tile_at + half * PANEL * 4, span)
-            _store(tile, count, bias, out, mode, gate, top, group * PANEL, min(group * PANEL + PANEL, width))
+            store(tile, count, PANEL, bias, out, mode, gate, top, group * PANEL, min(group * PANEL + PANEL, width))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -116,9 +116,10 @@ def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, s
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
-def _store(
+def store(
     tile: np.ndarray,
     rows: int,
+    panel: int,
     bias: np.ndarray,
     out: np.ndarray,
     mode: int,
@@ -127,7 +128,7 @@ def _store(
     first: int,
     last: int,
 ) -> None:
-    """Write one panel's columns to the output, with bias, residual or gate."""
+    """Write one panel's columns to the output, with bias, residual or gate; `panel` is its width."""
     linear, cubic = numba.float32(gate[0]), numba.float32(gate[1])
     start, count = numba.uintp(first), numba.uintp(last - first)  # unsigned, so that LLVM vectorizes
     for row in range(numba.uintp(rows)):
@@ -135,7 +136,7 @@ def _store(
         if mode == GATED:
             for i in range(count):
                 g = tile[row, i]
-                up = tile[row, i + numba.uintp(PANEL)]
+                up = tile[row, i + numba.uintp(panel)]
                 out[to, start + i] = g / (numba.float32(1.0) + exp(-g * (linear + cubic * g * g))) * up
         elif mode == ADD:
             for i in range(count):

@@ -46,7 +46,7 @@ _HAS_LANE_FMA = platform.machine().lower() in ("aarch64", "arm64")
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
-def _emit_fetch(builder: Any, address: Any) -> None:
+def emit_fetch(builder: Any, address: Any) -> None:
     """Emit a prefetch of a cache line."""
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, _i32, _i32, _i32])
@@ -98,7 +98,7 @@ class _Emitter:
             at = builder.mul(builder.add(k, _i64(step)), ldb)
             if ahead is not None:
                 for line in range(0, self.vectors * self.width, _LINE):
-                    _emit_fetch(builder, builder.gep(b, [builder.add(at, builder.add(ahead, _i64(line)))]))
+                    emit_fetch(builder, builder.gep(b, [builder.add(at, builder.add(ahead, _i64(line)))]))
             columns = [self.load(b, builder.add(at, _i64(v * self.width)), self.vector) for v in range(self.vectors)]
             for row in range(self.rows):
                 if count > 1:
@@ -224,7 +224,7 @@ def prefetch(_context: Any, address: Any) -> Any:
     """Prefetch the cache line at an address."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        _emit_fetch(builder, builder.inttoptr(args[0], _f32.as_pointer()))
+        emit_fetch(builder, builder.inttoptr(args[0], _f32.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -64,6 +65,10 @@ class Weight(ABC):
     @abstractmethod
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
+
+    def can_join(self, other: Weight) -> bool:
+        """Whether `join` takes the other weight: it has the same format."""
+        return type(self) is type(other)
 
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self:
@@ -142,13 +147,29 @@ class Mixed(Weight):
         """Fail: no model has an embedding of several formats."""
         raise NotImplementedError
 
+    def prepare(self, fused: Fused) -> Product:
+        """Return the product that a linear layer runs: on a CPU a compiled one if the products of all formats are."""
+        if self.device.type == "cpu":
+            products, first = [], 0
+            for part in self.parts:
+                last = first + part.shape[0]
+                products.append(part.prepare(Fused(fused.norm, None if fused.bias is None else fused.bias[first:last])))
+                first = last
+            if all(product.is_compiled for product in products):
+                return MixedProduct(products, fused)
+        return Product(self, fused)
+
 
 def join_weights(weights: Sequence[Weight]) -> Weight:
     """Concatenate the outputs of weights: in their own format if it is one, else as a Mixed of their formats."""
-    first, *rest = weights
-    if not rest:
-        return first
-    return first.join(rest) if all(type(each) is type(first) for each in rest) else Mixed(weights)
+    parts: list[list[Weight]] = []
+    for weight in weights:
+        if parts and parts[-1][0].can_join(weight):
+            parts[-1].append(weight)
+        else:
+            parts.append([weight])
+    joined = [first.join(rest) for first, *rest in parts]
+    return joined[0] if len(joined) == 1 else Mixed(joined)
 
 
 class Product:
@@ -178,6 +199,30 @@ class Product:
     def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write the output to `out`."""
         return out.copy_(self(x))
+
+
+class MixedProduct(Product):
+    """Compiled products of several formats, side by side."""
+
+    is_compiled = True
+
+    def __init__(self, products: Sequence[Product], fused: Fused) -> None:
+        self.products, self.fused = products, fused
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one call reads."""
+        return sum(product.nbytes for product in self.products)
+
+    def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:
+        """Return the output; with `add_to`, add the output there in place and return that."""
+        y = np.concatenate([product(x) for product in self.products], axis=1)
+        if self.fused.gate is not None:
+            y = gate_mul_reference(torch.from_numpy(y), self.fused.gate).numpy()
+        if add_to is None:
+            return y
+        add_to += y
+        return add_to
 
 
 def gate_mul(y: torch.Tensor, gate: Gate) -> torch.Tensor:

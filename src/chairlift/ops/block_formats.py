@@ -1,4 +1,4 @@
-"""The block formats of GGUF weights: their sizes. gguf_quants.py unpacks them.
+"""The block formats of GGUF weights: their sizes. block_codes.py unpacks them.
 
 A server's HTTP processes read models' files for the tokenizer and the config: no file here may import torch.
 """
