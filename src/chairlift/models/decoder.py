@@ -73,6 +73,11 @@ class Decoder:
         """Elements of all layers' matrices: multiply-adds per token."""
         return sum(math.prod(linear.shape) for block in self.blocks for linear in block.linears.values())
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the matrices that a step reads: those of all layers and the head."""
+        return sum(linear.nbytes for block in self.blocks for linear in block.linears.values()) + self.head.nbytes
+
     def kv_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one token's keys and values in all layers, in the model's dtype by default."""
         return bytes_per_token(len(self.blocks), *self._kv_shape, dtype or self.config.dtype)

@@ -65,6 +65,10 @@ class Weight(ABC):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
 
+    def can_join(self, other: Weight) -> bool:
+        """Whether `join` takes the other weight."""
+        return type(other) is type(self)
+
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self:
         """Concatenate the outputs of this weight and the others."""
@@ -148,7 +152,7 @@ def join_weights(weights: Sequence[Weight]) -> Weight:
     first, *rest = weights
     if not rest:
         return first
-    return first.join(rest) if all(type(each) is type(first) for each in rest) else Mixed(weights)
+    return first.join(rest) if all(map(first.can_join, rest)) else Mixed(weights)
 
 
 class Product:

@@ -6,6 +6,7 @@ A family reads its own config values here, so that no other package depends on a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from chairlift.core.errors import ModelError
@@ -16,6 +17,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.families.gemma import Gemma
 from chairlift.models.families.llama import Llama, qwen_windows, same_window
 from chairlift.models.families.phi3 import build as build_phi3
+from chairlift.models.formats.on_load import KINDS, OnLoad
 
 FAMILIES: dict[str, Callable[[ModelConfig, Take], Decoder]] = {
     "LlamaForCausalLM": Llama(),  # Llama 2 and 3, SmolLM, SmolLM2, TinyLlama, ...
@@ -32,11 +34,15 @@ _TIED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")  # families with tie_word_emb
 
 
 def read_config(
-    config: Mapping[str, Any], dtype: str = "auto", device: str = "cpu", file: object = "config.json"
+    config: Mapping[str, Any],
+    dtype: str = "auto",
+    device: str = "cpu",
+    file: object = "config.json",
+    quantization: str = "none",
 ) -> ModelConfig:
     """Read a config.json; the error for an unknown architecture lists the supported ones.
 
-    `file` is the config's source, for errors.
+    `file` is the config's source, for errors; `quantization` is the setting.
     """
     values = Values(file, config)
     architecture = (values.texts("architectures") or ["(none named)"])[0]
@@ -45,6 +51,8 @@ def read_config(
             f"{file}: architecture {show(architecture)} is not supported: Chairlift runs {', '.join(sorted(FAMILIES))}"
         )
     found = read_common(architecture, values, dtype, device, ties=architecture in _TIED)
+    if quantization != "none":
+        found = replace(found, format=OnLoad(KINDS[quantization], expands=device == "cpu"))
     outline(found)  # so that the family's own values are checked now
     return found
 
@@ -56,12 +64,12 @@ def build_decoder(config: ModelConfig, take: Take) -> Decoder:
 
 def outline(config: ModelConfig) -> tuple[Decoder, dict[str, tuple[int, ...]]]:
     """Return a model's decoder without weights, and the name and shape of each of its tensors."""
-    take = RecordingTake(config.dtype)
+    take = RecordingTake(config)
     return build_decoder(config, take), take.shapes
 
 
 def record(config: ModelConfig, ranks: int = 1) -> RecordingTake:
     """Return the names, shapes and projections of a model's tensors; with a rank's config, those of its parts."""
-    take = RecordingTake(config.dtype, ranks)
+    take = RecordingTake(config, ranks)
     build_decoder(config, take)
     return take
