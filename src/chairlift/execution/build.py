@@ -139,7 +139,8 @@ def find_model(model: str, settings: Settings, *, progress: bool = True) -> Foun
             read_config(config_alone(model), wanted.dtype, device.type, model, wanted.quantization), None, device
         )
     checkpoint = open_checkpoint(resolve(model, progress=progress))
-    config = read_config(checkpoint.config, wanted.dtype, device.type, checkpoint.config_file, wanted.quantization)
+    given = checkpoint.config, wanted.dtype, device.type, checkpoint.config_file, wanted.quantization
+    config = read_config(*given, checkpoint.format)
     return Found(config, checkpoint, device)
 
 

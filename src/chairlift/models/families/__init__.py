@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from chairlift.core.errors import ModelError
+from chairlift.core.errors import ModelError, SettingsError
 from chairlift.core.values import Values, show
 from chairlift.models.building import RecordingTake, Take
 from chairlift.models.config import ModelConfig, read_common
@@ -17,6 +17,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.families.gemma import Gemma
 from chairlift.models.families.llama import Llama, qwen_windows, same_window
 from chairlift.models.families.phi3 import build as build_phi3
+from chairlift.models.formats.format import Format
 from chairlift.models.formats.on_load import KINDS, OnLoad
 
 FAMILIES: dict[str, Callable[[ModelConfig, Take], Decoder]] = {
@@ -39,10 +40,11 @@ def read_config(
     device: str = "cpu",
     file: object = "config.json",
     quantization: str = "none",
+    format: Format | None = None,
 ) -> ModelConfig:
     """Read a config.json; the error for an unknown architecture lists the supported ones.
 
-    `file` is the config's source, for errors; `quantization` is the setting.
+    `file` is the config's source, for errors; `quantization` is the setting, `format` the checkpoint's.
     """
     values = Values(file, config)
     architecture = (values.texts("architectures") or ["(none named)"])[0]
@@ -52,7 +54,14 @@ def read_config(
         )
     found = read_common(architecture, values, dtype, device, ties=architecture in _TIED)
     if quantization != "none":
-        found = replace(found, format=OnLoad(KINDS[quantization], expands=device == "cpu"))
+        if format is not None:
+            raise SettingsError(
+                f"quantization is {quantization}, but the weights of {file} are quantized already: leave it out"
+            )
+        format = OnLoad(KINDS[quantization])
+    if format is not None:
+        format.expands = device == "cpu"
+        found = replace(found, format=format)
     outline(found)  # so that the family's own values are checked now
     return found
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from chairlift.models.cut import Cut
+from chairlift.ops.grouped import Grouped
 from chairlift.ops.weight import Weight
 
 
@@ -31,7 +32,6 @@ class Format(ABC):
     """The format of a quantized model. `name` is always the Hugging Face name of a matrix, which ends in .weight."""
 
     expands = False  # whether the device's products need a dense matrix, as on a CPU: only its numbers are quantized
-
     multiplies_8_bits = False  # whether prompts are multiplied in 8 bits, at twice the rate of 16
 
     @abstractmethod
@@ -44,12 +44,26 @@ class Format(ABC):
 
 
 class StoredFormat(Format):
-    """A format that a checkpoint is written in."""
+    """A format that a checkpoint is written in: its files say which matrices have it."""
+
+    marks: str  # the tensor that every matrix of this format has, by the end of its name
+
+    def __init__(self, source: Stored) -> None:
+        self.source = source
+
+    def covers(self, name: str) -> bool:
+        """Whether a matrix has this format; those on the config's ignore list do not, nor have they its tensors."""
+        return self.source.has(self.part(name, self.marks))
+
+    @staticmethod
+    def part(name: str, end: str) -> str:
+        """Return the name of one of a matrix's tensors."""
+        return f"{name.removesuffix('.weight')}.{end}"
 
     @abstractmethod
-    def shape(self, source: Stored, name: str) -> tuple[int, int]:
+    def shape(self, name: str) -> tuple[int, int]:
         """Return the outputs and inputs of a matrix."""
 
     @abstractmethod
-    def read(self, source: Stored, name: str, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Weight:
+    def read(self, name: str, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Grouped:
         """Read a matrix, or a part of it, onto its device."""

@@ -5,8 +5,6 @@ Embedding and head keep their dtype. Numbers are rounded to the nearest code; no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from chairlift.models.formats.format import Format
@@ -20,12 +18,11 @@ KINDS = {"fp8": Code.FP8, "int8": Code.INT8, "int4": Code.INT4}  # by the settin
 GROUP = 128  # inputs with a common scale, or the largest of 64 and 32 that divides a matrix
 
 
-@dataclass(frozen=True, slots=True)
 class OnLoad(Format):
     """The format that the setting `quantization` chooses."""
 
-    code: Code
-    expands: bool = False
+    def __init__(self, code: Code) -> None:
+        self.code = code
 
     @property
     def multiplies_8_bits(self) -> bool:  # type: ignore[override]
