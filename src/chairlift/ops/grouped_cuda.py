@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from chairlift.ops import fused_cuda
-from chairlift.ops.codes import Code, Coded
+from chairlift.ops.codes import PACKED, Code, Coded
 from chairlift.ops.codes_cuda import byte_numbers, four_numbers, scaled
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.one_row_cuda import multiply_one
 from chairlift.ops.skinny_cuda import bias_of, lines_of, load, places, residual_of, store
 
 FEW = 16  # most rows of the fused kernels
-SOME = 512  # most rows of `multiply`; for more, converting the weight once is faster
+SOME = 64  # most rows of `multiply`; for more, converting the weight once is faster
 _CONVERTED = 2048  # numbers per program of `dense`
 
 
@@ -35,8 +35,9 @@ def linear(
     add_to: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute a linear layer for at most FEW rows; `scale` is a norm's weight, `gate` linear and cubic of a Gate."""
-    if scale is not None and x.shape[0] > 1 and x.dtype == torch.float16:
-        # An input times the norm's weight, before its scale, may overflow float16.
+    if scale is not None and x.shape[0] > 1 and (x.dtype == torch.float16 or weight.code is Code.INT4):
+        # An input times the norm's weight, before its scale, may overflow float16. With 4 bits the inputs are loaded in
+        # another order, which norms in the same kernel would load without overlap.
         x, scale = fused_cuda.rms_norm(x, scale, eps), None
     (rows, depth), lines = x.shape, weight.shape[0]
     width = lines if gate is None else lines // 2
@@ -63,23 +64,34 @@ def run(
     linear, cubic = gate or (0.0, 0.0)
     is_one = "ROWS" not in shape
     kernel, step = (multiply_one, shape["DEPTH"]) if is_one else (_few, shape["DEPTH"] * shape["SPLIT"])
-    codes = weight.codes.view(torch.int32) if is_one and weight.code is Code.INT4 else _loadable(weight)
+    codes = weight.codes.view(torch.int32) if is_one else _loadable(weight)
+    floats = {"FLOATS": weight.code is Code.FP8} if is_one else {}
     kernel[(triton.cdiv(lines, shape["COLUMNS"]),)](
         x, codes, weight.scales, x if zeros is None else zeros, x if bias is None else bias,
         x if scale is None else scale, out, eps, rows, width, out.stride(0), K=depth, GROUP=weight.group,
         BITS=weight.code.bits, ZEROS=zeros is not None, EVEN=depth % step == 0, NORMED=scale is not None,
-        BIASED=bias is not None, GATED=gate is not None, LINEAR=linear, CUBIC=cubic, ADDED=added, **shape, **early(),
+        BIASED=bias is not None, GATED=gate is not None, LINEAR=linear, CUBIC=cubic, ADDED=added, **floats, **shape,
+        **early(),
     )  # fmt: skip
+
+
+# COLUMNS, DEPTH and warps of the kernel for one row, by the lines and the depth of the weight.
+ONE_TILES = {
+    Code.INT4: {"short": (4, 4096, 4), "many": (8, 4096, 4), "deep": (8, 2048, 2)},
+    Code.INT8: {"short": (4, 2048, 4), "many": (4, 2048, 4), "deep": (4, 2048, 4)},
+    Code.FP8: {"short": (4, 4096, 4), "many": (4, 4096, 4), "deep": (8, 2048, 4)},
+}
+_MANY, _DEEP = 16384, 8192  # lines from which there are many programs, inputs from which a line takes many iterations
 
 
 def one_shape(weight: Coded, lines: int, depth: int) -> dict[str, Any]:
     """Return the tile for one row: COLUMNS lines per program, DEPTH inputs of each per iteration."""
+    kind = "deep" if depth > _DEEP else "many" if lines >= _MANY else "short"
+    columns, deep, warps = ONE_TILES[weight.code][kind]
     whole = triton.next_power_of_2(depth)
-    if weight.code is Code.INT4:
-        deep = min(whole, 4096 if depth % 4096 == 0 else 2048)
-        return {"COLUMNS": 4, "DEPTH": deep, "num_warps": max(1, deep // 2048)}
-    deep = min(whole, 2048 if depth % 2048 == 0 else 1024)
-    return {"COLUMNS": 4, "DEPTH": deep, "num_warps": max(1, deep // 1024)}
+    if whole < deep:
+        deep, warps = max(whole, PACKED), max(1, warps * whole // deep)
+    return {"COLUMNS": columns, "DEPTH": deep, "num_warps": warps}
 
 
 def few_shape(weight: Coded, rows: int, lines: int, depth: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -156,6 +168,9 @@ def _few(
     warp = tl.arange(0, SPLIT)
     place = (warp * COUNT)[:, None, None] + tl.arange(0, COUNT)[None, None, :]
     at = codes_at + lines[None, :, None] * (K // EACH) + place
+    # Scales of a whole tile are loaded an iteration ahead: they are too small for asynchronous copies.
+    ON_SUMS: tl.constexpr = GROUP % DEPTH == 0 and GROUP < K
+    scale = _tile_scales(scales_at, lines[None, :], (warp * DEPTH)[:, None], K, GROUP, ON_SUMS)
     wait(EARLY)
     row = tl.arange(0, ROWS)
     to, inside = places(out_at, row, rows, width, out_stride, COLUMNS, GATED)
@@ -166,6 +181,8 @@ def _few(
     squares = tl.zeros([SPLIT, ROWS], tl.float32)
     for start in range(0, K // EACH, SPLIT * COUNT):
         here = start + place
+        first = (start + SPLIT * COUNT) * EACH + warp * DEPTH
+        next_scale = _tile_scales(scales_at, lines[None, :], first[:, None], K, GROUP, ON_SUMS)
         tile = load(at + start, here, K // EACH, EVEN)
         part = tl.zeros([SPLIT, COLUMNS, ROWS], tl.float32)
         if BITS == 4:
@@ -182,10 +199,9 @@ def _few(
             group_of = lines[None, :, None] * (K // GROUP) + k // GROUP
             left = scaled(numbers[i], scales_at, zeros_at, group_of, k, K, GROUP % DEPTH != 0, ZEROS, EVEN)
             part = tl.dot(left, tl.permute(x, (0, 2, 1)), part, input_precision="ieee")
-        if GROUP % DEPTH == 0 and GROUP < K:
-            first = start * EACH + warp * DEPTH
-            group_of = lines[None, :] * (K // GROUP) + (first // GROUP)[:, None]
-            part *= load(scales_at + group_of, first[:, None], K, EVEN).to(tl.float32)[:, :, None]
+        if ON_SUMS:
+            part *= scale[:, :, None]
+            scale = next_scale
         sums += part
     y = tl.sum(sums, 0)
     if GROUP == K:
@@ -193,6 +209,13 @@ def _few(
     if NORMED:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
     store(to, inside, tl.trans(y + bias[:, None]), residual, GATED, LINEAR, CUBIC)
+
+
+@triton.jit
+def _tile_scales(scales_at, lines, first, K: tl.constexpr, GROUP: tl.constexpr, NEEDED: tl.constexpr):
+    """Load the scales of the groups of some lines that begin at inputs `first`, or of the last group after it."""
+    group = tl.minimum(first // GROUP, K // GROUP - 1)
+    return tl.load(scales_at + lines * (K // GROUP) + group).to(tl.float32) if NEEDED else 1.0
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -211,9 +234,13 @@ def _some(
     x_row = x_at + tl.minimum(row, rows - 1)[None, :] * K
     place = tl.arange(0, COUNT)
     at = codes_at + own[:, None] * (K // EACH) + place[None, :]
+    IS_WHOLE: tl.constexpr = GROUP % DEPTH == 0 and GROUP < K  # a tile is within one group
+    SCALED: tl.constexpr = GROUP % DEPTH != 0
+    scale = _tile_scales(scales_at, own, 0, K, GROUP, IS_WHOLE)
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in range(0, K // EACH, COUNT):
         here = start + place
+        next_scale = _tile_scales(scales_at, own, (start + COUNT) * EACH, K, GROUP, IS_WHOLE)
         tile = load(at + start, here[None, :], K // EACH, EVEN)
         if BITS == 4:
             numbers = four_numbers(tile, x_at.dtype.element_ty, ZEROS, EARLY)
@@ -223,8 +250,12 @@ def _some(
             k = here // 8 * 32 + i * 8 + here % 8 if BITS == 4 else here
             x = load(x_row + k[:, None], k[:, None], K, EVEN)
             group_of = own[:, None] * (K // GROUP) + (k // GROUP)[None, :]
-            left = scaled(numbers[i], scales_at, zeros_at, group_of, k[None, :], K, GROUP < K, ZEROS, EVEN)
+            left = scaled(numbers[i], scales_at, zeros_at, group_of, k[None, :], K, SCALED, ZEROS, EVEN)
+            if IS_WHOLE:
+                left = (left * scale[:, None].to(left.dtype)).to(left.dtype)
             sums = tl.dot(left, x, sums, input_precision="ieee")
+        if IS_WHOLE:
+            scale = next_scale
     if GROUP == K:
         sums = sums * tl.load(scales_at + own).to(tl.float32)[:, None]
     sums += bias_of(bias_at, own, BIASED)[:, None]

@@ -12,15 +12,15 @@ from chairlift.ops.skinny_cuda import bias_of, lines_of, load, places, residual_
 @triton.jit(do_not_specialize=["rows"])
 def multiply_one(
     x_at, codes_at, scales_at, zeros_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
-    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr,
-    LINEAR: tl.constexpr, CUBIC: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, ZEROS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply one row by COLUMNS lines of the weight.
 
     Every iteration loads the codes of the next one before it computes.
     """
-    EACH: tl.constexpr = 8 if BITS == 4 else 1  # codes of an element of the tile
+    EACH: tl.constexpr = 32 // BITS  # codes of a word
     COUNT: tl.constexpr = DEPTH // EACH
     lines = lines_of(width, COLUMNS, GATED)
     place = tl.arange(0, COUNT)
@@ -37,11 +37,27 @@ def multiply_one(
         following = load(at + start, start + place[None, :], K // EACH, EVEN)
         next_scale, next_zero = _scales(scales_at, zeros_at, lines, (start + place) * EACH, K, GROUP, ZEROS, EVEN)
         sums, squares = _add_one(
-            sums, squares, tile, scale, zero, x_at, norm_at, start - COUNT + place, K, BITS, ZEROS, EVEN, NORMED, EARLY
+            sums,
+            squares,
+            tile,
+            scale,
+            zero,
+            x_at,
+            norm_at,
+            start - COUNT + place,
+            K,
+            BITS,
+            FLOATS,
+            ZEROS,
+            EVEN,
+            NORMED,
+            EARLY,
         )
         tile, scale, zero = following, next_scale, next_zero
     last = (K // EACH - 1) // COUNT * COUNT + place
-    sums, squares = _add_one(sums, squares, tile, scale, zero, x_at, norm_at, last, K, BITS, ZEROS, EVEN, NORMED, EARLY)
+    sums, squares = _add_one(
+        sums, squares, tile, scale, zero, x_at, norm_at, last, K, BITS, FLOATS, ZEROS, EVEN, NORMED, EARLY
+    )
     y = tl.sum(sums, 1)
     if GROUP == K:
         y = y * tl.load(scales_at + lines).to(tl.float32)
@@ -63,26 +79,99 @@ def _scales(
 
 @triton.jit
 def _add_one(
-    sums, squares, tile, scale, zero, x_at, norm_at, place, K: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
-    EVEN: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr,
+    sums, squares, tile, scale, zero, x_at, norm_at, place, K: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr,
+    ZEROS: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a tile of codes and one row."""
+    """Add the products of a tile of words and one row."""
     if BITS == 4:
-        sums, squares = _add_words(
+        sums, squares = _add_eights(
             sums, squares, tile, scale, zero, x_at, norm_at, place, K, ZEROS, EVEN, NORMED, EARLY
         )
     else:
-        x, square = _inputs(x_at, norm_at, place, K, EVEN, NORMED)
-        wide = tile.to(tl.float32)
-        if ZEROS:
-            wide = wide - zero
-        sums += wide * x[None, :] * scale
-        squares += square
+        sums, squares = _add_fours(
+            sums, squares, tile, scale, zero, x_at, norm_at, place, K, FLOATS, ZEROS, EVEN, NORMED, EARLY
+        )
     return sums, squares
 
 
 @triton.jit
-def _add_words(
+def _add_fours(
+    sums, squares, tile, scale, zero, x_at, norm_at, place, K: tl.constexpr, FLOATS: tl.constexpr,
+    ZEROS: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Add the products of a tile of words, of four 8-bit codes each, and one row."""
+    x_0, x_1, x_2, x_3 = _fours(x_at, place, K, EVEN)
+    squares += (x_0 * x_0 + x_1 * x_1) + (x_2 * x_2 + x_3 * x_3)
+    if NORMED:
+        n_0, n_1, n_2, n_3 = _fours(norm_at, place, K, EVEN)
+        x_0, x_1, x_2, x_3 = x_0 * n_0, x_1 * n_1, x_2 * n_2, x_3 * n_3
+    if FLOATS and EARLY:
+        part = _floats(tile, x_0[None, :], x_1[None, :], x_2[None, :], x_3[None, :])
+    else:
+        part = _byte(tile, 0, FLOATS) * x_0[None, :] + _byte(tile, 8, FLOATS) * x_1[None, :]
+        part += _byte(tile, 16, FLOATS) * x_2[None, :] + _byte(tile, 24, FLOATS) * x_3[None, :]
+    if ZEROS:
+        part -= zero * ((x_0 + x_1) + (x_2 + x_3))[None, :]
+    return sums + part * scale, squares
+
+
+@triton.jit
+def _fours(at, place, K: tl.constexpr, EVEN: tl.constexpr):
+    """Load four numbers of each place as float32; those of 16 bits with one load."""
+    if at.dtype.element_ty == tl.float32:
+        first = at + 4 * place
+        x_0, x_1 = load(first, 4 * place, K, EVEN), load(first + 1, 4 * place, K, EVEN)
+        x_2, x_3 = load(first + 2, 4 * place, K, EVEN), load(first + 3, 4 * place, K, EVEN)
+    else:
+        four = load(at.to(tl.pointer_type(tl.int64), bitcast=True) + place, 4 * place, K, EVEN)
+        x_0, x_1 = _wide(four.to(tl.int32), at.dtype.element_ty)
+        x_2, x_3 = _wide((four >> 32).to(tl.int32), at.dtype.element_ty)
+    return x_0, x_1, x_2, x_3
+
+
+@triton.jit
+def _byte(words, FIRST: tl.constexpr, FLOATS: tl.constexpr):
+    """Return the number of a word's 8 bits from FIRST on."""
+    signed = (words << (24 - FIRST)) >> 24
+    if FLOATS:  # shift sign, exponent and mantissa to their float32 bits; the exponent bias differs by 120
+        number = ((signed << 20) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        number = signed.to(tl.float32)
+    return number
+
+
+@triton.jit
+def _floats(words, x_0, x_1, x_2, x_3):
+    """Return the sums of a word's four e4m3 codes times four numbers."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 p, q, l, h;
+        .reg .b32 a;
+        .reg .f32 f;
+        mov.b32 {p, q}, $1;
+        cvt.rn.f16x2.e4m3x2 a, p;
+        mov.b32 {l, h}, a;
+        cvt.f32.f16 f, l;
+        mul.f32 $0, f, $2;
+        cvt.f32.f16 f, h;
+        fma.rn.f32 $0, f, $3, $0;
+        cvt.rn.f16x2.e4m3x2 a, q;
+        mov.b32 {l, h}, a;
+        cvt.f32.f16 f, l;
+        fma.rn.f32 $0, f, $4, $0;
+        cvt.f32.f16 f, h;
+        fma.rn.f32 $0, f, $5, $0;
+        }""",
+        "=&r,r,r,r,r,r",
+        [words, x_0, x_1, x_2, x_3],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_eights(
     sums, squares, tile, scale, zero, x_at, norm_at, place, K: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
     NORMED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +231,7 @@ def _eight(words, x_0, x_1, x_2, x_3):
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 t, w, a;
+        .reg .b32 t, w, a, b;
         .reg .b16 l, h;
         .reg .f32 f, g;
         and.b32 t, $1, 0x000F000F;
@@ -151,11 +240,16 @@ def _eight(words, x_0, x_1, x_2, x_3):
         fma.rn.f16x2 a, t, $3, a;
         shr.u32 w, $1, 8;
         and.b32 t, w, 0x000F000F;
-        fma.rn.f16x2 a, t, $4, a;
+        mul.rn.f16x2 b, t, $4;
         and.b32 t, w, 0x00F000F0;
-        fma.rn.f16x2 a, t, $5, a;
+        fma.rn.f16x2 b, t, $5, b;
         mov.b32 {l, h}, a;
         cvt.f32.f16 f, l;
+        cvt.f32.f16 g, h;
+        add.f32 f, f, g;
+        mov.b32 {l, h}, b;
+        cvt.f32.f16 g, l;
+        add.f32 f, f, g;
         cvt.f32.f16 g, h;
         add.f32 $0, f, g;
         }""",
@@ -185,19 +279,16 @@ def _pair(at, pair, K: tl.constexpr, EVEN: tl.constexpr):
         low, high = load(at + 2 * pair, 2 * pair, K, EVEN), load(at + 2 * pair + 1, 2 * pair, K, EVEN)
     else:
         both = load(at.to(tl.pointer_type(tl.int32), bitcast=True) + pair, 2 * pair, K, EVEN)
-        if at.dtype.element_ty == tl.bfloat16:
-            low, high = (both << 16).to(tl.float32, bitcast=True), (both & -0x10000).to(tl.float32, bitcast=True)
-        else:
-            low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        low, high = _wide(both, at.dtype.element_ty)
     return low, high
 
 
 @triton.jit
-def _inputs(x_at, norm_at, k, K: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr):
-    """Load some inputs, times the norm's weight, and return the squares of the plain ones too."""
-    x = load(x_at + k, k, K, EVEN).to(tl.float32)
-    square = x * x
-    if NORMED:
-        x = x * load(norm_at + k, k, K, EVEN).to(tl.float32)
-    return x, square
+def _wide(both, kind: tl.constexpr):
+    """Return the 16-bit numbers in both halves of a word as float32."""
+    if kind == tl.bfloat16:
+        low, high = (both << 16).to(tl.float32, bitcast=True), (both & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
