@@ -6,7 +6,9 @@ nothing with the code under test.
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,12 +174,30 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
 DENSE = "model.layers.1.mlp.down_proj"  # on the ignore list of every checkpoint written here
 
 
+@functools.cache
+def _tiny() -> tuple[Tensors, dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_tiny_model(
+            Path(folder), hidden_size=128, intermediate_size=256, head_dim=32, seed=3, tokenizer=False
+        )
+        tensors = {name: tensor.clone() for name, tensor in load_file(made / "model.safetensors").items()}
+        return tensors, json.loads((made / "config.json").read_text())
+
+
+def tiny_tensors() -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors and the config of a tiny model."""
+    tensors, config = _tiny()
+    return dict(tensors), dict(config)
+
+
 def write_quantized(folder: Path, config: dict[str, Any], writer: Writer) -> tuple[Path, Path]:
     """Write a tiny model in a format, and the dense model of the same numbers."""
-    plain = make_tiny_model(folder / "plain", hidden_size=128, intermediate_size=256, head_dim=32, seed=3)
+    plain = folder / "plain"
+    plain.mkdir()
     made: Tensors = {}
-    dense = load_file(plain / "model.safetensors")
-    for name, tensor in dense.copy().items():
+    dense, described = tiny_tensors()
+    (plain / "config.json").write_text(json.dumps(described))
+    for name, tensor in dict(dense).items():
         stem = name.removesuffix(".weight")
         if ".layers." not in name or not name.endswith("proj.weight") or stem == DENSE:
             made[name] = tensor
@@ -187,10 +207,6 @@ def write_quantized(folder: Path, config: dict[str, Any], writer: Writer) -> tup
         dense[name] = numbers.contiguous()
     target = folder / "quantized"
     target.mkdir()
-    for file in plain.iterdir():
-        if file.suffix != ".safetensors":
-            (target / file.name).write_bytes(file.read_bytes())
-    described = json.loads((plain / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
     save_file(made, target / "model.safetensors")
     save_file(dense, plain / "model.safetensors")

@@ -17,6 +17,8 @@ from chairlift.core.errors import ModelError, SettingsError
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.cut import Cut
 from chairlift.models.families import read_config, record
+from chairlift.models.formats.on_load import KINDS, OnLoad, quantize
+from chairlift.models.loader import Quantizing
 from chairlift.ops.dense import Dense
 from chairlift.ops.fp8 import Fp8
 from chairlift.ops.grouped import Grouped
@@ -100,10 +102,12 @@ def test_the_kind_of_weight_follows_the_scales(folders: Any) -> None:
     assert kinds == {"fp8 tensor": Fp8, "w8a8 fp8": Fp8, "fp8 blocks": Grouped, "w4a16": Grouped}
 
 
-def test_two_ranks_answer_as_one(folders: Any) -> None:
-    for form in ("w4a16 zeros", "fp8 blocks"):
-        quantized, plain = folders(form)
-        assert answers(quantized, tensor_parallel=2) == answers(plain)
+@pytest.mark.parametrize(
+    "form", ["w4a16 zeros", *(pytest.param(each, marks=pytest.mark.long) for each in ("awq", "gptq 8", "fp8 blocks"))]
+)
+def test_two_ranks_answer_as_one(form: str, folders: Any) -> None:
+    quantized, plain = folders(form)
+    assert answers(quantized, tensor_parallel=2) == answers(plain)
 
 
 # ---- what is refused
@@ -226,3 +230,42 @@ def test_tensors_that_compressed_tensors_wrote_have_its_numbers(
     checkpoint = open_checkpoint(quantized)
     for name, expected in numbers.items():
         assert torch.allclose(checkpoint.tensor(name, torch.float32), expected.float(), rtol=0, atol=1e-6)
+
+
+# ---- rounding while loading
+
+
+@pytest.mark.parametrize(("kind", "error"), [("fp8", 0.04), ("int8", 0.01), ("int4", 0.12)])
+def test_rounding_while_loading_keeps_the_numbers_near(kind: str, error: float, folders: Any) -> None:
+    checkpoint = open_checkpoint(folders("awq")[1])
+    source = Quantizing(checkpoint, OnLoad(KINDS[kind]))
+    for name in (Q, DOWN):
+        exact, weight = checkpoint.tensor(name, torch.float32), source.weight(name, torch.float32, CPU)
+        assert isinstance(weight, Grouped)
+        assert (weight.numbers() - exact).square().mean().sqrt() / exact.square().mean().sqrt() < error
+        outline = OnLoad(KINDS[kind]).outline(*weight.shape, torch.float32)
+        assert (outline.nbytes, outline.shape) == (weight.nbytes, weight.shape)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert isinstance(source.weight(name, torch.float32, CPU), Dense)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_model_rounded_while_loading_answers_as_its_numbers_do(kind: str, folders: Any, tmp_path: Path) -> None:
+    plain = folders("awq")[1]
+    source = Quantizing(open_checkpoint(plain), OnLoad(KINDS[kind]))
+
+    def change(tensors: dict[str, torch.Tensor], _config: dict[str, Any]) -> None:
+        for name in tensors:
+            if name.endswith("proj.weight"):
+                weight = source.weight(name, torch.float32, CPU)
+                assert isinstance(weight, Grouped)
+                tensors[name] = weight.numbers()
+
+    assert answers(plain, quantization=kind) == answers(changed(plain, tmp_path / "rounded", change))
+
+
+def test_a_row_of_zeros_stays_zeros() -> None:
+    matrix = torch.zeros(4, 64)
+    for code in KINDS.values():
+        weight = quantize(matrix, code)
+        assert isinstance(weight, Grouped) and not weight.numbers().any()

@@ -146,6 +146,10 @@ class Mixed(Weight):
         """Fail: no model has an embedding of several formats."""
         raise NotImplementedError
 
+    def prepare(self, fused: Fused) -> Product:
+        """Return the product that a linear layer runs: on a GPU, each part with its own kernels."""
+        return MixedProduct(self, fused) if self.device.type == "cuda" else Product(self, fused)
+
 
 def join_weights(weights: Sequence[Weight]) -> Weight:
     """Concatenate the outputs of weights: in their own format if it is one, else as a Mixed of their formats."""
@@ -182,6 +186,26 @@ class Product:
     def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write the output to `out`."""
         return out.copy_(self(x))
+
+
+class MixedProduct(Product):
+    """The products of several formats, side by side."""
+
+    def __init__(self, weight: Mixed, fused: Fused) -> None:
+        super().__init__(weight, fused)
+        self._parts, begin = [], 0
+        for part in weight.parts:
+            end = begin + part.shape[0]
+            bias = None if fused.bias is None else fused.bias[begin:end]
+            self._parts.append(part.prepare(Fused(fused.norm, bias)))
+            begin = end
+
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output; with `add_to`, add the output there in place and return that."""
+        y = torch.cat([part(x) for part in self._parts], dim=-1)
+        if self.fused.gate is not None:
+            y = gate_mul(y, self.fused.gate)
+        return y if add_to is None else add_to.add_(y)
 
 
 def gate_mul(y: torch.Tensor, gate: Gate) -> torch.Tensor:
