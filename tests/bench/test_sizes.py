@@ -15,7 +15,6 @@ from chairlift.bench.plots import batch_sizes
 from chairlift.bench.sizes import WARM, DecodeTimer, measure, read_sizes
 from chairlift.commands.bench_sizes import sizes as command
 from chairlift.core.errors import ChairliftError
-from chairlift.costs.floor import weights_of
 from chairlift.models.families import outline, read_config
 
 CPU = {"device": "cpu"}
@@ -31,7 +30,7 @@ def test_every_size_has_all_its_full_steps_and_the_floor_of_their_contexts(
     assert sum(told) == (1 + 3) * output, "the progress bar reaches its end"
     assert [row["size"] for row in summary["sizes"]] == [1, 3]
     config = read_config(json.loads((tiny_model / "config.json").read_text()))
-    weights = 4 * sum(weights_of(config))
+    weights = outline(config)[0].read_bytes
     for row in summary["sizes"]:
         assert row["steps"] == output - 1 - WARM
         seen = sum(prompt + step for step in range(1 + WARM, output))  # by one sequence

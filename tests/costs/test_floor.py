@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from chairlift.costs.floor import floor_of, weights_of
-from chairlift.models.families import read_config
+from chairlift.costs.floor import floor_of
+from chairlift.models.config import ModelConfig
+from chairlift.models.families import outline, read_config
 from chairlift.models.shapes import SHAPES
 from chairlift.traffic.workloads import NAMED, Workload
 
@@ -37,6 +40,11 @@ def test_prompt_tokens_a_second_at_the_floor(shape: str, published: float) -> No
     assert made.prompt_tokens / floor.seconds == pytest.approx(published, rel=0.003)
 
 
+def weights_of(config: ModelConfig) -> tuple[int, int]:
+    decoder, _ = outline(config)
+    return decoder.layer_weights, math.prod(decoder.head.shape)
+
+
 def test_each_part_by_hand() -> None:
     config = read_config(SHAPES["stories15m"])
     matrices, head = weights_of(config)
@@ -56,3 +64,25 @@ def test_a_shared_prefix_counts_once_per_group() -> None:
     whole, less = (floor_of(each, config, 1.0, 1.0) for each in (apart, together))
     assert whole.read_bytes - less.read_bytes == 2 * 10 * 2 * 6 * 288 * 4  # two steps in which both decode
     assert whole.prompt_flops - less.prompt_flops == 2 * matrices * 10 + 4 * 6 * 288 * 55
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("fp8", 8), ("int8", 8 + 16 / 128), ("int4", 4 + 16 / 128)])
+def test_quantized_weights_count_with_their_bytes(quantization: str, bits: float) -> None:
+    config = read_config(SHAPES["llama-3.1-8b"], device="cuda", quantization=quantization)
+    matrices, head = weights_of(config)
+    floor = floor_of(Workload.of("one", [[1]], [2]), config, 1.0, 1.0)
+    outputs = 32 * (6144 + 4096 + 2 * 14336 + 4096) * 4 if quantization == "fp8" else 0  # a float32 scale of each
+    kv = 2 * outline(config)[0].kv_bytes_per_token()
+    assert floor.read_bytes == matrices * bits / 8 + outputs + head * 2 + kv
+    plain = floor_of(Workload.of("one", [[1]], [2]), read_config(SHAPES["llama-3.1-8b"], device="cuda"), 1.0, 1.0)
+    halved = 2 * matrices / 2 if quantization == "fp8" else 0
+    assert plain.prompt_flops - floor.prompt_flops == halved, "products in 8 bits take half the time"
+
+
+def test_narrow_kv_counts_with_its_bytes() -> None:
+    import torch
+
+    config, made = read_config(SHAPES["llama-3.1-8b"], device="cuda"), NAMED["uniform256"]()
+    plain, narrow = (floor_of(made, config, 1.0, 1.0, dtype).read_bytes for dtype in (None, torch.int8))
+    weights = outline(config)[0].read_bytes * (max(made.outputs) - 1)
+    assert (narrow - weights) / (plain - weights) == pytest.approx((128 + 2) / 256)

@@ -72,6 +72,7 @@ def run_offline(
 ) -> tuple[Workload, list[Contender]]:
     """Run the workload `repeat` times on every engine, interleaved, so that other load affects all engines alike."""
     from chairlift.evaluation.twin import Subject
+    from chairlift.ops.kv_quant import KV_DTYPES
 
     for name in benchmark.compare:
         if name not in PEERS or name == OURS:
@@ -91,7 +92,9 @@ def run_offline(
         info = ours.contender.info
         info["start"] = {name: moment - began for name, moment in info["start"].items()}
         rates = info["rates"]
-        info["floor_s"] = floor_of(workload, subject.config, rates["read_bytes_s"], rates["flops_s"]).seconds
+        kv_dtype = KV_DTYPES.get(benchmark.settings.get("kv_dtype") or "auto")
+        floor = floor_of(workload, subject.config, rates["read_bytes_s"], rates["flops_s"], kv_dtype)
+        info["floor_s"] = floor.seconds
         if benchmark.compare:
             matched = {key: info[key] for key in ("device", "dtype", "max_sequences", "step_tokens")}
             task = replace(task, model=str(subject.folder(scratch)), settings={}, **matched)

@@ -22,11 +22,11 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.request import Request
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
-from chairlift.costs.floor import weights_of
 from chairlift.costs.machine import measure_rates
 from chairlift.engine.engine import Engine
 from chairlift.evaluation.twin import Subject
 from chairlift.execution.build import Built, choose_limits
+from chairlift.models.families import outline
 from chairlift.report.numbers import scaled
 from chairlift.report.tables import Columns, number_table
 
@@ -167,7 +167,7 @@ def run(
 def summarize(found: Sequence[DecodeTotals], built: Built, read_bytes_s: float) -> Summary:
     """Return all numbers. A step's floor is the time to read all weights once, and the KV of every context."""
     config = built.config
-    weights = sum(weights_of(config)) * config.dtype.itemsize
+    weights = outline(config)[0].read_bytes
     rows = []
     for each in found:
         floor = (each.steps * weights + each.contexts * built.capacity.bytes_per_token) / read_bytes_s

@@ -49,6 +49,13 @@ class ModelSettings:
         "they are. float32 dequantizes them: use it for exact results.",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "none",
+        "Round the layers of a 16-bit model while it is loaded: fp8, int8, or int4 with a scale for each 128 inputs; "
+        "use it when memory or the time of a token is short, at lower accuracy. A checkpoint that is quantized needs "
+        "no setting.",
+        ("none", "fp8", "int8", "int4"),
+    )
     tensor_parallel: int = option(
         1,
         "Ranks that share the model, each a process with its own GPU, or its share of a CPU's cores; raise it when the "

@@ -84,7 +84,6 @@ ABSENT = {
     "override_generation_config": "give SamplingParams; generation_config='none' ignores the model's own values",
     "pipeline_parallel_size": _RANKS,
     "prefix_caching_hash_algo": "the prefix cache compares tokens and has no hash",
-    "quantization": "the model's files determine the format; name a GGUF file for quantized weights",
     "reasoning_parser": "reasoning is not separated from the answer",
     "revision": "download the revision and name its folder",
     "runner": "models generate text",

@@ -8,7 +8,6 @@ computed. Everything else counts as free: the arithmetic of decodes, activations
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING
 from chairlift.traffic.workloads import Workload
 
 if TYPE_CHECKING:
+    import torch
+
     from chairlift.models.config import ModelConfig
 
 
@@ -34,13 +35,18 @@ class Floor:
         return self.read_bytes / self.bytes_s + self.prompt_flops / self.flops_s
 
 
-def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: float) -> Floor:
-    """Return the floor with every request in the batch from the start, so that the longest answer sets the steps."""
+def floor_of(
+    workload: Workload, config: ModelConfig, bytes_s: float, flops_s: float, kv_dtype: torch.dtype | None = None
+) -> Floor:
+    """Return the floor with every request in the batch from the start, so that the longest answer sets the steps.
+
+    Weights count in their own format, KV in the model's dtype by default.
+    """
     from chairlift.models.families import outline
 
     lengths = [(query.prompt_tokens, query.output_tokens) for query in workload.queries]
     decoder, _ = outline(config)
-    matrices, head = weights_of(config)
+    matrices = decoder.layer_weights
     # The prefill samples an answer's first token. Each further token needs a decode, which attends to itself and all
     # earlier tokens.
     steps = max(count for _, count in lengths) - 1
@@ -48,19 +54,13 @@ def floor_of(workload: Workload, config: ModelConfig, bytes_s: float, flops_s: f
     # A group's shared prefix is read once per step, and computed once.
     groups = [lengths[i : i + workload.group] for i in range(0, len(lengths), workload.group)]
     contexts += workload.shared * sum(max(count for _, count in group) - 1 for group in groups)
-    read = steps * (matrices + head) * config.dtype.itemsize + contexts * decoder.kv_bytes_per_token()
+    read = steps * decoder.read_bytes + contexts * decoder.kv_bytes_per_token(kv_dtype)
     attention = 4 * decoder.query_width  # operations per (token, earlier token) pair
-    flops = sum(2 * matrices * prompt + attention * (prompt * (prompt + 1) // 2) for prompt, _ in lengths)
-    saved = 2 * matrices * workload.shared + attention * (workload.shared * (workload.shared + 1) // 2)
+    # Operations on 16-bit numbers, or half as many in the same time if they are 8-bit numbers.
+    product = matrices if config.format is not None and config.format.multiplies_8_bits else 2 * matrices
+    flops = sum(product * prompt + attention * (prompt * (prompt + 1) // 2) for prompt, _ in lengths)
+    saved = product * workload.shared + attention * (workload.shared * (workload.shared + 1) // 2)
     return Floor(read, flops - saved * (len(lengths) - len(groups)), bytes_s, flops_s)
-
-
-def weights_of(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of weights in all layers, and in the head, which only sampled tokens use."""
-    from chairlift.models.families import outline
-
-    decoder, _ = outline(config)
-    return decoder.layer_weights, math.prod(decoder.head.shape)
 
 
 @dataclass(frozen=True, slots=True)

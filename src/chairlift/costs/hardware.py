@@ -49,19 +49,18 @@ class Shape:
 
     layers: int
     layer_weights: int  # elements of all layers' matrices
-    head_weights: int
-    embedding_weights: int  # beside the head's, if they are not the same
+    read_bytes: int  # of all layers' matrices and the head, in their formats
+    embedding_bytes: int  # beside the head's, if they are not the same
     query_width: int  # elements of a token's queries in all layers
     hidden: int
     vocabulary: int
     max_length: int
-    weight_bytes: float  # of an element
     kv_bytes: int  # of a token in all layers
 
     @property
-    def bytes(self) -> float:
+    def bytes(self) -> int:
         """The bytes of all weights."""
-        return (self.layer_weights + self.head_weights + self.embedding_weights) * self.weight_bytes
+        return self.read_bytes + self.embedding_bytes
 
 
 def chip(name: str) -> Chip:
@@ -80,7 +79,7 @@ def cost_of(shape: Shape, on: Chip, ranks: int = 1, block_size: int = 32) -> Cos
     moved = 2 * 2 * shape.hidden * (ranks - 1) / ranks / on.link if ranks > 1 else 0.0  # per token and layer
     return Cost(
         fixed=shape.layers * (_LAYER + (2 * _REDUCE if ranks > 1 else 0.0)),
-        weights=hypot((shape.layer_weights + shape.head_weights) * shape.weight_bytes / read, shape.layers * _LATENCY),
+        weights=hypot(shape.read_bytes / read, shape.layers * _LATENCY),
         token=2 * shape.layer_weights / products + 2 * shape.layers * moved,
         context=shape.kv_bytes / read,
         pair=4 * shape.query_width / attention,

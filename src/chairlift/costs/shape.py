@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 from chairlift.costs.hardware import Shape
 from chairlift.models.families import outline, read_config
 from chairlift.models.shapes import config_alone
 from chairlift.ops.kv_quant import KV_DTYPES
 
+_FORMATS = {16: "none", 8: "fp8", 4: "int4"}  # the setting `quantization` by the bits of a weight
+
 
 def shape_of(model: str, bits: int = 16, kv_dtype: str = "auto") -> Shape:
-    """Return the shape of a model by its name or its config, with weights of so many bits."""
-    config = read_config(config_alone(model), "auto", "cuda", file=model)
+    """Return the shape of a model by its name or its config, with the layers' weights in 16 bits, fp8 or int4."""
+    config = read_config(config_alone(model), "auto", "cuda", file=model, quantization=_FORMATS[bits])
     decoder, _ = outline(config)
-    head = math.prod(decoder.head.shape)
     return Shape(
         layers=config.layers,
         layer_weights=decoder.layer_weights,
-        head_weights=head,
-        embedding_weights=0 if config.tied_embeddings else head,
+        read_bytes=decoder.read_bytes,
+        embedding_bytes=0 if config.tied_embeddings else decoder.embedding.nbytes,
         query_width=decoder.query_width,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         max_length=config.max_length,
-        weight_bytes=bits / 8,
         kv_bytes=decoder.kv_bytes_per_token(KV_DTYPES.get(kv_dtype, config.dtype)),
     )

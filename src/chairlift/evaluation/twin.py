@@ -33,7 +33,9 @@ class Subject:
         self._checkpoint: Checkpoint | None = None if self.is_random else open_checkpoint(resolve(model))
         self._raw = self._checkpoint.config if self._checkpoint else config_alone(model)
         file = self._checkpoint.config_file if self._checkpoint else model
-        self.config: ModelConfig = read_config(self._raw, settings.model.dtype, self.device.type, file)
+        wanted = settings.model
+        given = self._raw, wanted.dtype, self.device.type, file, wanted.quantization
+        self.config: ModelConfig = read_config(*given, self._checkpoint.format if self._checkpoint else None)
 
     def encode(self, text: str) -> list[int]:
         """Encode a prompt with the model's tokenizer."""

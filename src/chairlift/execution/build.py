@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,7 +34,8 @@ from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.division import of_one_rank
 from chairlift.models.families import read_config, record
-from chairlift.models.loader import RandomTensors, load_decoder
+from chairlift.models.formats.on_load import OnLoad
+from chairlift.models.loader import Quantizing, RandomTensors, TensorSource, load_decoder
 from chairlift.models.shapes import config_alone
 from chairlift.models.sources import resolve
 from chairlift.ops.group import Group
@@ -144,13 +144,18 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
 
 def find_model(model: str, settings: Settings, *, progress: bool = True) -> Found:
     """Find the model and read its config."""
-    device = choose_device(settings.model.device)
-    if settings.model.load_format == "dummy":
-        return Found(read_config(config_alone(model), settings.model.dtype, device.type, file=model), None, device)
+    wanted = settings.model
+    device = choose_device(wanted.device)
+    if wanted.load_format == "dummy":
+        return Found(
+            read_config(config_alone(model), wanted.dtype, device.type, model, wanted.quantization), None, device
+        )
     checkpoint = open_checkpoint(resolve(model, progress=progress))
-    config = read_config(checkpoint.config, settings.model.dtype, device.type, checkpoint.config_file)
+    given = checkpoint.config, wanted.dtype, device.type, checkpoint.config_file, wanted.quantization
+    config = read_config(*given, checkpoint.format)
     if isinstance(checkpoint, GgufCheckpoint):
-        checkpoint.keeps_blocks = device.type == "cpu" and settings.model.dtype == "auto"
+        is_plain = wanted.dtype == "auto" and not isinstance(config.format, OnLoad)
+        checkpoint.keeps_blocks = device.type == "cpu" and is_plain
     return Found(config, checkpoint, device)
 
 
@@ -290,11 +295,13 @@ def load(
     """Load the decoder, or this rank's part of it, onto its device, with a progress bar if `progress`."""
     ranks = 1 if group is None else group.size
     own = of_one_rank(config, ranks)
-    total = sum(map(math.prod, record(own, ranks).shapes.values())) * config.dtype.itemsize
+    total = record(own, ranks).nbytes
     if isinstance(checkpoint, GgufCheckpoint) and checkpoint.keeps_blocks:
         total = checkpoint.nbytes() // ranks
     require_memory(own, total, max_length, device, ranks)
-    source = checkpoint or RandomTensors(config, device)
+    source: TensorSource = checkpoint or RandomTensors(config, device)
+    if isinstance(config.format, OnLoad):
+        source = Quantizing(source, config.format)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         task = bar.add_task("loading weights", total=total)

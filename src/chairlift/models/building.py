@@ -51,21 +51,30 @@ class Take(Protocol):
 class RecordingTake:
     """Returns meta tensors and records their names and shapes: a model's outline without its weights."""
 
-    def __init__(self, dtype: torch.dtype, ranks: int = 1) -> None:
+    def __init__(self, config: ModelConfig, ranks: int = 1) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parts: dict[str, Parts] = {}  # outputs of each matrix and bias that ranks split
         self.group: Group | None = None
-        self._dtype, self._ranks = dtype, ranks
+        self._dtype, self._ranks = config.dtype, ranks
+        self._format = None if config.format is None or config.format.expands else config.format
+        self.nbytes = 0  # of all tensors in their formats
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Record a tensor."""
         self.shapes[name] = shape
-        return torch.empty(shape, dtype=dtype or self._dtype, device="meta")
+        made = torch.empty(shape, dtype=dtype or self._dtype, device="meta")
+        self.nbytes += made.nbytes
+        return made
 
     def weight(self, name: str, outputs: Parts, inputs: int, split: Split) -> Weight:
         """Record a matrix."""
         self.parts[name] = outputs
-        return Dense(self.tensor(name, total(outputs), inputs))
+        if self._format is None or not self._format.covers(name):
+            return Dense(self.tensor(name, total(outputs), inputs))
+        self.shapes[name] = total(outputs), inputs
+        made = self._format.outline(total(outputs), inputs, self._dtype)
+        self.nbytes += made.nbytes
+        return made
 
     def bias(self, name: str, outputs: Parts) -> torch.Tensor:
         """Record a bias."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from chairlift.models.safetensors_file import SafetensorsFile
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.models.formats.format import Format, StoredFormat
     from chairlift.ops.weight import Weight
 
 INDEX = "model.safetensors.index.json"
@@ -35,6 +37,10 @@ class Checkpoint(Protocol):
     @property
     def config_file(self) -> Path:
         """The file that the config was read from."""
+
+    @property
+    def format(self) -> Format | None:
+        """The format of matrices that are stored quantized, other than GGUF's; None if there are none."""
 
     def names(self) -> list[str]:
         """Return the Hugging Face names of all tensors."""
@@ -118,17 +124,40 @@ class SafetensorsCheckpoint:
                     "the files belong to different models; fetch the model again"
                 )
 
+    @functools.cached_property
+    def format(self) -> StoredFormat | None:
+        """The format of quantized matrices; None if there are none."""
+        from chairlift.models.formats import find_format
+
+        return find_format(Values(self.config_file, self.config), self)
+
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self._files)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor."""
+        return name in self._files
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors on disk."""
         return sum(file.tensors[name].nbytes for name, file in self._files.items())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
+        """Return the shape of a tensor without reading it; of a quantized matrix, its outputs and inputs."""
+        if self.format is not None and self.format.covers(name):
+            return self.format.shape(name)
+        return self.stored_shape(name)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in its file."""
         return self._file(name).tensors[name].shape
+
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is stored: a view of its file."""
+        tensor = self._file(name).read(name)
+        self.read_bytes += tensor.nbytes
+        return tensor
 
     def tensor(
         self,
@@ -138,7 +167,15 @@ class SafetensorsCheckpoint:
         *,
         cut: Cut | None = None,
     ) -> torch.Tensor:
-        """Read a tensor or a part of it: a view of the file unless dtype or device differ or columns are cut."""
+        """Read a tensor or a part of it: a view of the file unless dtype or device differ or columns are cut.
+
+        A quantized matrix is read as its numbers.
+        """
+        if self.format is not None and self.format.covers(name):
+            import torch
+
+            wanted = dtype or torch.float32
+            return self.format.read(name, wanted, device or torch.device("cpu"), cut).numbers().to(wanted)
         stored = self._file(name).read(name)
         stored = stored if cut is None else cut.of(stored)  # the other pages of the mapped file are not touched
         self.read_bytes += stored.nbytes
@@ -148,6 +185,14 @@ class SafetensorsCheckpoint:
         """Read a matrix or a part of it."""
         from chairlift.ops.dense import Dense
 
+        if self.format is not None and self.format.covers(name):
+            return self.format.read(name, dtype, device, cut)
+        stored = self._file(name).tensors[name].dtype
+        if stored.startswith("float8"):
+            raise ModelError(
+                f"{self.path}: tensor {name} is {stored} without scales, so its numbers are not known: the config's "
+                "quantization_config or the tensor's scales are missing"
+            )
         return Dense(self.tensor(name, dtype, device, cut=cut))
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -200,6 +245,8 @@ class SafetensorsCheckpoint:
 
 class GgufCheckpoint:
     """One GGUF file."""
+
+    format: Format | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = self.config_file = path

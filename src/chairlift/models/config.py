@@ -9,6 +9,7 @@ import torch
 from chairlift.core.errors import ModelError
 from chairlift.core.values import Values
 from chairlift.models.bounds import MAX_HEADS, MAX_LAYERS, MAX_LENGTH
+from chairlift.models.formats.format import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: torch.dtype
     eos_ids: frozenset[int]
+    format: Format | None = None  # of quantized matrices; None: all are dense
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,13 +7,14 @@ from typing import Protocol
 
 import torch
 
-from chairlift.core.errors import ModelError
+from chairlift.core.errors import ModelError, SettingsError
 from chairlift.models.building import Parts, Split
 from chairlift.models.config import ModelConfig
 from chairlift.models.cut import Cut
 from chairlift.models.decoder import Decoder
 from chairlift.models.division import columns_of_rank, of_one_rank, rows_of_rank
 from chairlift.models.families import build_decoder, outline, record
+from chairlift.models.formats.on_load import OnLoad, quantize
 from chairlift.ops.dense import Dense
 from chairlift.ops.group import Group
 from chairlift.ops.vocabulary import part_size
@@ -64,6 +65,32 @@ class RandomTensors:
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
         """Return a dense matrix."""
         return Dense(self.tensor(name, dtype, cut=cut).to(device))
+
+
+class Quantizing:
+    """A source whose matrices are rounded as soon as they are read, by the setting `quantization`."""
+
+    def __init__(self, source: TensorSource, format: OnLoad) -> None:
+        self._source, self._format = source, format
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._source.shape(name)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None, *, cut: Cut | None = None) -> torch.Tensor:
+        """Read a tensor."""
+        return self._source.tensor(name, dtype, cut=cut)
+
+    def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
+        """Read a matrix and round it on its device."""
+        read = self._source.weight(name, dtype, device, cut=cut)
+        if not self._format.covers(name):
+            return read
+        if not isinstance(read, Dense):
+            raise SettingsError(
+                f"quantization is set, but the checkpoint's {name} is quantized already: leave quantization out"
+            )
+        return quantize(read.tensor, self._format.code)
 
 
 class LoadingTake:

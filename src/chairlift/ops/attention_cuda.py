@@ -15,9 +15,10 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chairlift.ops.batch import Batch
-from chairlift.ops.decode_cuda import attend_decodes, capped, numbers, widened, with_sink
+from chairlift.ops.decode_cuda import attend_decodes, with_sink
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_codes_cuda import capped, numbers, widened
 from chairlift.ops.kv_quant import MAX_CODES
 from chairlift.ops.scoring import Scoring
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from chairlift.ops.batch import Batch
 from chairlift.ops.early_cuda import early, wait
 from chairlift.ops.kv_cache import KvCache
+from chairlift.ops.kv_codes_cuda import capped, pass_over_codes
 from chairlift.ops.kv_quant import MAX_CODES
 from chairlift.ops.scoring import Scoring
 
@@ -63,13 +64,15 @@ def attend_decodes(
     work: DecodeWork = batch.decode_work.get(window) or divide_decodes(heads, cache, batch, window)
     batch.decode_work[window] = work
     group, dim = heads // cache.kv_heads, cache.dim
-    data = cache.data[layer]
-    scales = data if cache.scales is None else cache.scales[layer].view(torch.int16)
+    data, scales = cache.data[layer], cache.data
+    if cache.scales is not None:  # codes are loaded in pairs
+        data, scales = data.view(torch.int16), cache.scales[layer].view(torch.int16)
     given = (qkv, data, scales, batch.tables, work.sums, work.peaks)
-    scale = math.log2(math.e) * scoring.scale
+    scale, least = math.log2(math.e) * scoring.scale, 1 if cache.scales is None else 2 * _LEAST_ROWS
+    width = max(least, triton.next_power_of_2(dim))
     strides = batch.tables.stride(0), qkv.stride(0), data.stride(0), data.stride(1), data.stride(2)
     fixed: dict[str, Any] = {
-        "GROUP": group, "HEADS": heads, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "BLOCK": cache.block_size,
+        "GROUP": group, "HEADS": heads, "DIM": dim, "WIDTH": width, "BLOCK": cache.block_size,
         "EXACT": qkv.dtype == torch.float32, "CAP": scoring.softcap, "MAX_CODE": MAX_CODES.get(cache.dtype, 0),
         "num_warps": 4, "num_stages": 2, **early(),
     }  # fmt: skip
@@ -79,7 +82,7 @@ def attend_decodes(
         _attend_shared[(shared.items.shape[0], cache.kv_heads)](
             *given, work.firsts, shared.items, shared.members, scale, *strides, ROWS=_SHARED_ROWS, KEYS=keys, **fixed
         )
-    if qkv.dtype == cache.dtype != torch.float32 and dim <= 128:
+    if not fixed["EXACT"] and dim <= 128:
         fixed |= {"num_warps": _WARPS, "num_stages": _STAGES}
     _attend_own[(work.items.shape[0], cache.kv_heads)](
         *given, work.items, work.finished, qkv if scoring.sinks is None else scoring.sinks, out, scale, *strides,
@@ -186,11 +189,11 @@ def _attend_own(
         is_row, is_column = row < GROUP, column < DIM
         query_head = head * GROUP + row
         inside = is_row[:, None] & is_column[None, :]
-        q_from = q_at + piece.to(tl.int64) * q_stride + query_head[:, None] * DIM + column[None, :]
-        q = tl.load(q_from, mask=inside, other=0.0)
+        q_row = q_at + piece.to(tl.int64) * q_stride + query_head * DIM
+        table_at = tables_at + piece.to(tl.int64) * table_stride
         peak, total, sums = _pass_over(
-            q, data_at, scales_at, tables_at + piece.to(tl.int64) * table_stride, low, high, head, scale,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, MAX_CODE,
+            q_row, is_row, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride,
+            head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, MAX_CODE, EARLY,
         )  # fmt: skip
         to = out_at + piece.to(tl.int64) * (HEADS * DIM) + query_head[:, None] * DIM + column[None, :]
         if slots == 1:
@@ -231,11 +234,11 @@ def _attend_shared(
         any_member = tl.load(members_at + first).to(tl.int64)
         query_head = head * GROUP + row % GROUP
         inside = is_row[:, None] & is_column[None, :]
-        q_from = q_at + piece[:, None] * q_stride + query_head[:, None] * DIM + column[None, :]
-        q = tl.load(q_from, mask=inside, other=0.0)
+        q_row = q_at + piece * q_stride + query_head * DIM
+        table_at = tables_at + any_member * table_stride
         peak, total, sums = _pass_over(
-            q, data_at, scales_at, tables_at + any_member * table_stride, low, high, head, scale,
-            block_stride, side_stride, head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, MAX_CODE,
+            q_row, is_row, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride,
+            head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, MAX_CODE, EARLY,
         )  # fmt: skip
         slot = tl.load(firsts_at + piece, mask=is_row, other=0) + part
         line = slot * HEADS + query_head
@@ -246,17 +249,37 @@ def _attend_shared(
 
 @triton.jit
 def _pass_over(
-    q, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride, head_stride,
+    q_row, is_row, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride, head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    EXACT: tl.constexpr, CAP: tl.constexpr, MAX_CODE: tl.constexpr,
+    EXACT: tl.constexpr, CAP: tl.constexpr, MAX_CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Return highest score, sum of weights and weighted values of queries over the unmasked keys low..high.
 
-    Scores are base-2 exponents. MAX_CODE is the largest code of an 8-bit cache, 0 for other dtypes. Products are
-    computed on codes: the keys' scales multiply the scores, the values' scales multiply the weights.
+    Scores are base-2 exponents. MAX_CODE is the largest code of an 8-bit cache, 0 for other dtypes.
     """
+    if MAX_CODE:
+        peak, total, sums = pass_over_codes(
+            q_row, is_row, data_at, scales_at, table_at, low, high, head, scale, block_stride, side_stride,
+            head_stride, DIM, WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP, MAX_CODE, EARLY,
+        )  # fmt: skip
+    else:
+        peak, total, sums = _pass_over_numbers(
+            q_row, is_row, data_at, table_at, low, high, head, scale, block_stride, side_stride, head_stride, DIM,
+            WIDTH, BLOCK, ROWS, KEYS, EXACT, CAP,
+        )  # fmt: skip
+    return peak, total, sums
+
+
+@triton.jit
+def _pass_over_numbers(
+    q_row, is_row, data_at, table_at, low, high, head, scale, block_stride, side_stride, head_stride,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    EXACT: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Compute _pass_over for keys and values in the dtype of the queries."""
     column, key = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     is_column = column < DIM
+    q = tl.load(q_row[:, None] + column[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -268,15 +291,7 @@ def _pass_over(
         at = data_at + place + (position % BLOCK) * DIM
         inside = is_key[:, None] & is_column[None, :]
         k = tl.load(at[:, None] + column[None, :], mask=inside, other=0)
-        if MAX_CODE:
-            k = numbers(k, q.dtype, MAX_CODE)
-            scale_at = scales_at + place // 2 + position % BLOCK
-            key_scale = widened(tl.load(scale_at, mask=is_key, other=0))
-            # Times MAX_CODE, which is divided out at the end: in float16 small scales would round small weights to 0.
-            value_scale = widened(tl.load(scale_at + side_stride // 2, mask=is_key, other=0)) * MAX_CODE
         scores = tl.dot(q, tl.trans(k), input_precision="ieee" if EXACT else "tf32") * scale
-        if MAX_CODE:
-            scores = scores * key_scale[None, :]
         if CAP > 0:
             scores = capped(scores, CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -285,13 +300,8 @@ def _pass_over(
         rescale = tl.exp2(peak - top)
         total = total * rescale + tl.sum(weights, 1)
         v = tl.load(at[:, None] + side_stride + column[None, :], mask=inside, other=0)
-        if MAX_CODE:
-            v = numbers(v, q.dtype, MAX_CODE)
-            weights = weights * value_scale[None, :]
         sums = sums * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee" if EXACT else "tf32")
         peak = top
-    if MAX_CODE:
-        sums = sums * (1 / MAX_CODE)
     return peak, total, sums
 
 
@@ -327,30 +337,7 @@ def _join(
 
 
 @triton.jit
-def capped(scores, CAP: tl.constexpr):
-    """Return CAP * tanh(score / CAP), for scores that are base-2 exponents."""
-    return (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP)))) * (CAP * 1.4426950408889634)
-
-
-@triton.jit
 def with_sink(total, peak, sinks_at, inside):
     """Return the sum of weights with the sink's weight, relative to `peak`."""
     sink = tl.load(sinks_at, mask=inside, other=0.0) * 1.4426950408889634
     return total + tl.exp2(tl.minimum(sink - peak, 80.0))
-
-
-@triton.jit
-def numbers(codes, kind: tl.constexpr, MAX_CODE: tl.constexpr):
-    """Convert 8-bit codes to the dtype of the queries, which represents each of them exactly."""
-    if MAX_CODE == 127:
-        found = codes.to(kind)
-    else:  # shift sign, exponent and mantissa to their float32 bits; the exponent bias differs by 120
-        bits = (codes.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
-        found = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(kind)
-    return found
-
-
-@triton.jit
-def widened(bits):
-    """Convert the bits of bfloat16 numbers to float32."""
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)

@@ -28,6 +28,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_to: torch.Te
     return out
 
 
+def quantize_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute fp8.quantize_rows, with the norm before it if it has a weight, in one pass."""
+    rows, size = x.shape
+    codes = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(size)
+    _quantize[(rows,)](
+        x, x if weight is None else weight, codes.view(torch.uint8), scales, eps, x.stride(0), SIZE=size, WIDTH=width,
+        NORMED=weight is not None, num_warps=min(16, max(1, width // 512)), **early(),
+    )  # fmt: skip
+    return codes, scales
+
+
 def gate_mul(y: torch.Tensor, linear: float, cubic: float) -> torch.Tensor:
     """Return gate(first half of the columns) times the second half; weight.Gate has the numbers of a gate."""
     rows, width = y.shape[0], y.shape[1] // 2
@@ -112,6 +125,31 @@ def _norm(
     if ADDED:
         y = y + tl.load(to, mask=inside, other=0.0)
     tl.store(to, y, mask=inside)
+
+
+@triton.jit
+def _quantize(
+    x_at, weight_at, codes_at, scales_at, eps, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Quantize one row to e4m3, after its norm if it has one, rounded as in _norm."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < SIZE
+    weight = tl.load(weight_at + column, mask=inside & NORMED, other=0.0)
+    wait(EARLY)
+    x = tl.load(x_at + row * stride + column, mask=inside, other=0.0)
+    if NORMED:
+        wide = x.to(tl.float32)
+        scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+        x = scaled.to(x.dtype) * weight if weight.dtype == x.dtype else (scaled * weight).to(x.dtype)
+    wide = x.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / 448.0
+    tl.store(scales_at + row, scale)
+    code = wide * (1.0 / scale)
+    # On a GPU in hardware; Triton's interpreter does not round up to a power of two.
+    found = code.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if EARLY else _nearest(code, 448)
+    tl.store(codes_at + row * SIZE + column, found, mask=inside)
 
 
 @triton.jit

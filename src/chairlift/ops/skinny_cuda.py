@@ -89,20 +89,20 @@ def _one(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply one row by COLUMNS lines of the weight."""
-    lines = _lines(width, COLUMNS, GATED)
+    lines = lines_of(width, COLUMNS, GATED)
     k = tl.arange(0, DEPTH)
     at = weight_at + lines[:, None] * K + k[None, :]
-    tile = _load(at, k[None, :], K, EVEN)
-    scale = _load(norm_at + k, k, K, EVEN) if NORMED else 0.0
-    bias = _bias(bias_at, lines, BIASED)
+    tile = load(at, k[None, :], K, EVEN)
+    scale = load(norm_at + k, k, K, EVEN) if NORMED else 0.0
+    bias = bias_of(bias_at, lines, BIASED)
     wait(EARLY)
-    to, inside = _places(out_at, tl.zeros([1], tl.int32), rows, width, out_stride, COLUMNS, GATED)
-    residual = _residual(to, inside, ADDED)
+    to, inside = places(out_at, tl.zeros([1], tl.int32), rows, width, out_stride, COLUMNS, GATED)
+    residual = residual_of(to, inside, ADDED)
     sums = tl.zeros([COLUMNS, DEPTH], tl.float32)
     squares = tl.zeros([DEPTH], tl.float32)
     for start in range(DEPTH, K, DEPTH):
-        following = _load(at + start, start + k[None, :], K, EVEN)
-        following_scale = _load(norm_at + start + k, start + k, K, EVEN) if NORMED else 0.0
+        following = load(at + start, start + k[None, :], K, EVEN)
+        following_scale = load(norm_at + start + k, start + k, K, EVEN) if NORMED else 0.0
         sums, squares = _multiply(sums, squares, tile, scale, x_at, start - DEPTH + k, K, EVEN, NORMED, EARLY)
         tile, scale = following, following_scale
     last = (K - 1) // DEPTH * DEPTH + k
@@ -110,7 +110,7 @@ def _one(
     y = tl.sum(sums, 1)
     if NORMED:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    _store(to, inside, (y + bias)[None, :], residual, GATED, LINEAR, CUBIC)
+    store(to, inside, (y + bias)[None, :], residual, GATED, LINEAR, CUBIC)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _multiply(
     sums, squares, tile, scale, x_at, k, K: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    x = _load(x_at + k, k, K, EVEN).to(tl.float32)
+    x = load(x_at + k, k, K, EVEN).to(tl.float32)
     if NORMED:
         squares += x * x
         x = x * scale.to(tl.float32)
@@ -154,23 +154,23 @@ def _few(
 
     Warps divide K, not the columns, which are too few: each multiplies DEPTH of an iteration's SPLIT * DEPTH.
     """
-    lines = _lines(width, COLUMNS, GATED)
-    bias = _bias(bias_at, lines, BIASED)
+    lines = lines_of(width, COLUMNS, GATED)
+    bias = bias_of(bias_at, lines, BIASED)
     k = (tl.arange(0, SPLIT) * DEPTH)[:, None, None] + tl.arange(0, DEPTH)[None, None, :]
     at = weight_at + lines[None, :, None] * K + k
     IS_WHOLE: tl.constexpr = (
         K <= SPLIT * DEPTH
     )  # one iteration, so that the whole weight tile can be loaded before the input is ready
     if IS_WHOLE:
-        tile = _load(at, k, K, EVEN)
-        scale = _load(norm_at + k, k, K, EVEN) if NORMED else 0.0
+        tile = load(at, k, K, EVEN)
+        scale = load(norm_at + k, k, K, EVEN) if NORMED else 0.0
     elif EARLY and AHEAD > 0:
         # Loads of a pipelined loop cannot move before the wait: prefetch, so that they hit the cache.
         _prefetch(weight_at, lines, K, AHEAD)
     wait(EARLY)
     row = tl.arange(0, ROWS)
-    to, inside = _places(out_at, row, rows, width, out_stride, COLUMNS, GATED)
-    residual = _residual(to, inside, ADDED)
+    to, inside = places(out_at, row, rows, width, out_stride, COLUMNS, GATED)
+    residual = residual_of(to, inside, ADDED)
     is_row = (row < rows)[None, :, None]
     x_row = x_at + row[None, :, None] * K + k
     sums = tl.zeros([SPLIT, COLUMNS, ROWS], tl.float32)
@@ -180,14 +180,14 @@ def _few(
         sums, squares = _multiply_few(sums, squares, tile, scale, x, NORMED)
     else:
         for start in range(0, K, SPLIT * DEPTH):
-            part = _load(at + start, start + k, K, EVEN)
+            part = load(at + start, start + k, K, EVEN)
             x = tl.load(x_row + start, mask=is_row if EVEN else is_row & (start + k < K), other=0.0)
-            part_scale = _load(norm_at + start + k, start + k, K, EVEN) if NORMED else 0.0
+            part_scale = load(norm_at + start + k, start + k, K, EVEN) if NORMED else 0.0
             sums, squares = _multiply_few(sums, squares, part, part_scale, x, NORMED)
     y = tl.sum(sums, 0)
     if NORMED:
         y = y * tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
-    _store(to, inside, tl.trans(y + bias[:, None]), residual, GATED, LINEAR, CUBIC)
+    store(to, inside, tl.trans(y + bias[:, None]), residual, GATED, LINEAR, CUBIC)
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def _multiply_few(sums, squares, tile, scale, x, NORMED: tl.constexpr):
 
 
 @triton.jit
-def _lines(width, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+def lines_of(width, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     """Return this program's lines of the weight; gate and up lines alternate if it is gated.
 
     Lines beyond the last are clamped to it: reading it twice is cheaper than a mask on every load.
@@ -210,12 +210,12 @@ def _lines(width, COLUMNS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _load(at, k, K: tl.constexpr, EVEN: tl.constexpr):
+def load(at, k, K: tl.constexpr, EVEN: tl.constexpr):
     return tl.load(at) if EVEN else tl.load(at, mask=k < K, other=0.0)
 
 
 @triton.jit
-def _bias(bias_at, lines, BIASED: tl.constexpr):
+def bias_of(bias_at, lines, BIASED: tl.constexpr):
     return tl.load(bias_at + lines).to(tl.float32) if BIASED else tl.zeros(lines.shape, tl.float32)
 
 
@@ -231,7 +231,7 @@ def _prefetch(at, lines, K: tl.constexpr, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _places(out_at, row, rows, width, out_stride, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+def places(out_at, row, rows, width, out_stride, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     """Return the addresses of a program's results, and the mask of valid ones."""
     COUNT: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -239,13 +239,13 @@ def _places(out_at, row, rows, width, out_stride, COLUMNS: tl.constexpr, GATED: 
 
 
 @triton.jit
-def _residual(to, inside, ADDED: tl.constexpr):
+def residual_of(to, inside, ADDED: tl.constexpr):
     """Load the residual, long before it is added."""
     return tl.load(to, mask=inside, other=0.0) if ADDED else tl.zeros(inside.shape, to.dtype.element_ty)
 
 
 @triton.jit
-def _store(to, inside, y, residual, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
+def store(to, inside, y, residual, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr):
     if GATED:
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
         y = gated(gate, LINEAR, CUBIC) * up

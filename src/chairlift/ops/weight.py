@@ -148,15 +148,16 @@ class Mixed(Weight):
         raise NotImplementedError
 
     def prepare(self, fused: Fused) -> Product:
-        """Return the product that a linear layer runs: on a CPU a compiled one if the products of all formats are."""
-        if self.device.type == "cpu":
-            products, first = [], 0
-            for part in self.parts:
-                last = first + part.shape[0]
-                products.append(part.prepare(Fused(fused.norm, None if fused.bias is None else fused.bias[first:last])))
-                first = last
-            if all(product.is_compiled for product in products):
-                return MixedProduct(products, fused)
+        """Return the product that a linear layer runs: each part with its own kernels, if these are compiled ones."""
+        if self.device.type == "meta":
+            return Product(self, fused)
+        products, first = [], 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            products.append(part.prepare(Fused(fused.norm, None if fused.bias is None else fused.bias[first:last])))
+            first = last
+        if self.device.type == "cuda" or all(product.is_compiled for product in products):
+            return MixedProduct(products, fused)
         return Product(self, fused)
 
 
@@ -202,23 +203,23 @@ class Product:
 
 
 class MixedProduct(Product):
-    """Compiled products of several formats, side by side."""
-
-    is_compiled = True
+    """The products of several formats, side by side."""
 
     def __init__(self, products: Sequence[Product], fused: Fused) -> None:
         self.products, self.fused = products, fused
+        self.is_compiled = all(product.is_compiled for product in products)
 
     @property
     def nbytes(self) -> int:
         """Bytes that one call reads."""
         return sum(product.nbytes for product in self.products)
 
-    def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:
+    def __call__(self, x: Any, add_to: Any = None) -> Any:
         """Return the output; with `add_to`, add the output there in place and return that."""
-        y = np.concatenate([product(x) for product in self.products], axis=1)
-        if self.fused.gate is not None:
-            y = gate_mul_reference(torch.from_numpy(y), self.fused.gate).numpy()
+        parts, gate = [product(x) for product in self.products], self.fused.gate
+        y: Any = np.concatenate(parts, axis=1) if self.is_compiled else torch.cat(parts, dim=-1)
+        if gate is not None:
+            y = gate_mul_reference(torch.from_numpy(y), gate).numpy() if self.is_compiled else gate_mul(y, gate)
         if add_to is None:
             return y
         add_to += y
