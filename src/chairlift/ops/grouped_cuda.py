@@ -77,9 +77,9 @@ def run(
 
 # COLUMNS, DEPTH and warps of the kernel for one row, by the lines and the depth of the weight.
 ONE_TILES = {
-    Code.INT4: {"short": (4, 4096, 4), "many": (8, 4096, 4), "deep": (8, 2048, 2)},
+    Code.INT4: {"short": (16, 2048, 4), "many": (8, 4096, 4), "deep": (8, 2048, 2)},
     Code.INT8: {"short": (4, 2048, 4), "many": (4, 2048, 4), "deep": (4, 2048, 4)},
-    Code.FP8: {"short": (4, 4096, 4), "many": (4, 4096, 4), "deep": (8, 2048, 4)},
+    Code.FP8: {"short": (4, 1024, 1), "many": (4, 1024, 1), "deep": (8, 2048, 4)},
 }
 _MANY, _DEEP = 16384, 8192  # lines from which there are many programs, inputs from which a line takes many iterations
 
