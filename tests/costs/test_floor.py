@@ -86,3 +86,10 @@ def test_narrow_kv_counts_with_its_bytes() -> None:
     plain, narrow = (floor_of(made, config, 1.0, 1.0, dtype).read_bytes for dtype in (None, torch.int8))
     weights = outline(config)[0].read_bytes * (max(made.outputs) - 1)
     assert (narrow - weights) / (plain - weights) == pytest.approx((128 + 2) / 256)
+
+
+def test_the_bytes_of_the_loaded_weights_replace_those_of_the_config() -> None:
+    config, made = read_config(SHAPES["stories15m"]), Workload.of("one", [[1]], [4])
+    own = outline(config)[0].read_bytes
+    plain, loaded = (floor_of(made, config, 1.0, 1.0, None, each).read_bytes for each in (None, 1000))
+    assert plain - loaded == 3 * (own - 1000), "three decodes read them"

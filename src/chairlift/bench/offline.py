@@ -93,7 +93,8 @@ def run_offline(
         info["start"] = {name: moment - began for name, moment in info["start"].items()}
         rates = info["rates"]
         kv_dtype = KV_DTYPES.get(benchmark.settings.get("kv_dtype") or "auto")
-        floor = floor_of(workload, subject.config, rates["read_bytes_s"], rates["flops_s"], kv_dtype)
+        speed = rates["read_bytes_s"], rates["flops_s"]
+        floor = floor_of(workload, subject.config, *speed, kv_dtype, info["weight_bytes"])
         info["floor_s"] = floor.seconds
         if benchmark.compare:
             matched = {key: info[key] for key in ("device", "dtype", "max_sequences", "step_tokens")}

@@ -36,11 +36,16 @@ class Floor:
 
 
 def floor_of(
-    workload: Workload, config: ModelConfig, bytes_s: float, flops_s: float, kv_dtype: torch.dtype | None = None
+    workload: Workload,
+    config: ModelConfig,
+    bytes_s: float,
+    flops_s: float,
+    kv_dtype: torch.dtype | None = None,
+    weight_bytes: int | None = None,
 ) -> Floor:
     """Return the floor with every request in the batch from the start, so that the longest answer sets the steps.
 
-    Weights count in their own format, KV in the model's dtype by default.
+    A step reads `weight_bytes`, by default those of the config's format; KV is in the model's dtype by default.
     """
     from chairlift.models.families import outline
 
@@ -54,7 +59,7 @@ def floor_of(
     # A group's shared prefix is read once per step, and computed once.
     groups = [lengths[i : i + workload.group] for i in range(0, len(lengths), workload.group)]
     contexts += workload.shared * sum(max(count for _, count in group) - 1 for group in groups)
-    read = steps * decoder.read_bytes + contexts * decoder.kv_bytes_per_token(kv_dtype)
+    read = steps * (weight_bytes or decoder.read_bytes) + contexts * decoder.kv_bytes_per_token(kv_dtype)
     attention = 4 * decoder.query_width  # operations per (token, earlier token) pair
     # Operations on 16-bit numbers, or half as many in the same time if they are 8-bit numbers.
     product = matrices if config.format is not None and config.format.multiplies_8_bits else 2 * matrices

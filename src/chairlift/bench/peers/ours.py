@@ -59,6 +59,7 @@ class Ours:
             "max_sequences": limits.max_sequences,
             "step_tokens": limits.step_tokens,
             "kv_tokens": self._llm.capacity.tokens,
+            "weight_bytes": self._llm.weight_bytes * self._llm.capacity.ranks,
             "start": self._start,
             "rates": asdict(rates),
         }
