@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from chairlift.commands.options import DEFAULT_MODEL, Model, with_settings
+from chairlift.commands.options import with_model, with_settings
 from chairlift.commands.reports import show
 from chairlift.commands.screen import notes
 from chairlift.core.errors import ChairliftError
 
 
 @with_settings
+@with_model()
 def quality(
-    model: Model = DEFAULT_MODEL,
     text: Annotated[
         Path | None,
         typer.Option(help="A text of some thousand words, for perplexity and prompts (default: a novel's beginning)."),
@@ -28,6 +28,7 @@ def quality(
     ] = None,
     repeat: Annotated[int, typer.Option(help="Decode runs of each; medians are shown. 0 skips them.", min=0)] = 5,
     *,
+    model: str,
     settings: dict[str, Any],
 ) -> None:
     """Compare a model, also with 8-bit KV, with the unquantized one: perplexity, likeliest tokens, bytes and speed."""
