@@ -166,4 +166,6 @@ def test_projections_of_several_formats_are_one_weight() -> None:
     assert torch.allclose(parts, whole, atol=1e-5)
     assert torch.equal(both.pad(70).multiply(x)[:, 64:], torch.zeros(5, 6))
     assert torch.allclose(Linear(both, gate=SILU)(x), gate_mul_reference(whole, SILU), atol=1e-5)
+    ids = torch.tensor([0, 39, 40, 63, 5])
+    assert torch.equal(both.lookup(ids), torch.cat([dense.tensor, halved.codes * halved.scales])[ids])
     assert isinstance(join_weights([halved, halved]), HalfBytes)

@@ -1,4 +1,4 @@
-"""What can go wrong, in words a user can act on: each error says what happened, with which value, and what to do."""
+"""What can go wrong, in words a user can act on: each message has what happened, the value, and what to do."""
 
 
 class ChairliftError(Exception):

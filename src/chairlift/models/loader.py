@@ -68,7 +68,7 @@ class RandomTensors:
 
 
 class Quantizing:
-    """A source whose matrices are rounded as soon as they are read, by the setting `quantization`."""
+    """A source that rounds each matrix as soon as it is read, by the setting `quantization`."""
 
     def __init__(self, source: TensorSource, format: OnLoad) -> None:
         self._source, self._format = source, format

@@ -13,7 +13,7 @@ from enum import Enum
 
 import torch
 
-PACKED = 32  # inputs whose 4-bit codes are stored together
+PACKED = 32  # inputs with 4-bit codes that are stored together
 MIDDLE = 8  # the zero of 4-bit codes without zeros of their own
 
 

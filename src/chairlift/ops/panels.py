@@ -43,7 +43,7 @@ class Panels:
     group: int  # inputs that share a scale
     has_minimum: bool = False
     centre: int = 0
-    groups: int = 1  # in a block whose scales are bytes in float16 units; 1: scales are float16 themselves
+    groups: int = 1  # in a block with scales that are bytes in float16 units; 1: scales are float16 themselves
 
     @property
     def values(self) -> int:

@@ -20,7 +20,7 @@ from chairlift.ops.panels import PANEL, ROWS
 
 _f32, _i8, _i32, _i64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _TILE_BLOCK = 32  # tiles multiplied by a panel together: their records and sums stay in the L2 cache
-_LEAST = 1e-30  # a group whose inputs are all smaller has codes of zero: 127 / its maximum could overflow
+_LEAST = 1e-30  # a group of smaller inputs has codes of zero: 127 / its maximum could overflow
 
 
 @intrinsic

@@ -144,8 +144,13 @@ class Mixed(Weight):
         return Mixed([*before, last.pad(outputs - sum(part.shape[0] for part in before))])
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Fail: no model has an embedding of several formats."""
-        raise NotImplementedError
+        """Return some rows, each from the matrix that has it."""
+        found, begin = self.parts[0].lookup(ids.clamp(max=self.parts[0].shape[0] - 1)), self.parts[0].shape[0]
+        for part in self.parts[1:]:
+            own = part.lookup((ids - begin).clamp(0, part.shape[0] - 1))
+            found = torch.where((ids >= begin)[..., None], own, found)
+            begin += part.shape[0]
+        return found
 
     def prepare(self, fused: Fused) -> Product:
         """Return the product that a linear layer runs: each part with its own kernels, if these are compiled ones."""

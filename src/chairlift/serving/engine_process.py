@@ -138,7 +138,7 @@ class EngineLoop:
             self._collect_garbage(now)
 
     def _exchange_blocks(self, blocks: BlockEnds) -> bool:
-        """Give back the slots that steps have read, and report the prompts whose blocks have been read elsewhere.
+        """Free the slots that steps have read, and report the prompts with blocks that were read elsewhere.
 
         Submit the requests that have waited for blocks of the store; return whether there are any.
         """

@@ -1,4 +1,4 @@
-"""KvStore: a Redis server as one engine sees it: two threads, one that stores evicted blocks and one that fetches.
+"""KvStore: one engine's connections to a Redis server: a thread that stores evicted blocks and one that fetches.
 
 A block's key is a hash of the model, the salt and all tokens up to its end, so that equal keys mean equal content; its
 value has a checksum. The engine's thread never waits for the server.
@@ -106,7 +106,7 @@ class KvStore:
         return True
 
     def take_ready(self) -> list[str]:
-        """Return the requests whose blocks are in the pool, or that have waited long enough."""
+        """Return the requests with all blocks in the pool, or past their deadline."""
         with suppress(BlockingIOError):
             os.read(self.reader, 1 << 16)
         while self._over:

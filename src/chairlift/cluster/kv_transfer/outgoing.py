@@ -255,7 +255,7 @@ class Outgoing:
             os.write(self._writer, b"x")
 
     def take_done(self) -> list[str]:
-        """Return the requests whose blocks have been read since the last call."""
+        """Return the requests with blocks that were all read since the last call."""
         with suppress(BlockingIOError):
             os.read(self.reader, 1 << 16)
         found = []

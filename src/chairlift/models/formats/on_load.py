@@ -44,7 +44,7 @@ class OnLoad(Format):
 
 
 def quantize(matrix: torch.Tensor, code: Code) -> Weight:
-    """Round a matrix to codes; one whose inputs are not whole groups stays dense."""
+    """Round a matrix to codes; a matrix with inputs that are not whole groups stays dense."""
     if code is Code.FP8:
         return _quantize_fp8(matrix)
     group = group_for(matrix.shape[1])
