@@ -261,6 +261,7 @@ def chairlift_batch(source: Path, out: Path, model: Path) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.long
 def test_the_command_fails_with_a_summary_while_a_line_fails(tiny_model: Path, tmp_path: Path) -> None:
     bad = [line(f"bad{i}", prompt="x", temperature=-1) for i in range(6)]
     source = write(tmp_path / "in.jsonl", line("fine"), "not json", *bad)
@@ -372,6 +373,7 @@ def test_two_jobs_do_not_write_to_one_file(llm: LLM, tmp_path: Path) -> None:
     assert run_batch(llm, source, out, second).done == 2
 
 
+@pytest.mark.long
 def test_a_killed_job_goes_on_where_it_was_and_answers_every_request_once(
     llm: LLM, tiny_model: Path, tmp_path: Path
 ) -> None:

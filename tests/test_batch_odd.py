@@ -307,6 +307,7 @@ def test_a_full_disk_keeps_failed_lines_that_cannot_be_rewritten(llm: LLM, tmp_p
     assert {each.name for each in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}, "nothing temporary stays"
 
 
+@pytest.mark.long
 def test_the_command_ends_with_one_line_on_a_full_disk(llm: LLM, tiny_model: Path, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", [line(f"r{i}") for i in range(20)]), tmp_path / "out.jsonl"
     limit = 4000

@@ -89,6 +89,7 @@ def test_run_writes_the_answer_and_nothing_else(tiny_model: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, expected.outputs[0].text + "\n", "")
 
 
+@pytest.mark.long
 def test_run_completes_what_comes_through_a_pipe_several_times(tiny_model: Path) -> None:
     asked = ("run", "--raw", "-m", str(tiny_model), "--n", "3", "--max-tokens", "8", "--seed", "5")
     done = chairlift(*asked, "--temperature", "2", text="The chair\n")
@@ -159,6 +160,7 @@ def test_chat_answers_the_lines_of_a_pipe(tiny_model: Path) -> None:
     assert len(STATS.findall(done.stderr)) == 3
 
 
+@pytest.mark.long
 def test_chat_drops_the_oldest_turns_when_the_context_is_full(tiny_model: Path) -> None:
     lines = [f"The assistant said {i}" for i in range(6)] + ["x" * 400, "still there?"]
     done = chairlift(
@@ -181,6 +183,7 @@ def test_ctrl_c_ends_a_run_quietly(endless_model: str) -> None:
         assert process.stderr.read() == b""
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_a_command_that_a_shell_started_with_sigint_ignored(endless_model: str) -> None:
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "chairlift"]  # as `command &` does
     with started("run", "Hi", "-m", endless_model, *ENDLESS, program=ignoring) as process:
@@ -247,6 +250,7 @@ def interrupt_while_it_reads(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
 
 
+@pytest.mark.long
 def test_ctrl_c_twice_at_the_prompt_leaves_a_chat_and_once_does_not(tiny_model: Path) -> None:
     with in_a_terminal("chat", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
         read_until(b"> ")

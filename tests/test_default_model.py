@@ -79,6 +79,7 @@ def test_greedy_tokens_equal_transformers_in_every_way_to_run(
     assert preemptions > 0
 
 
+@pytest.mark.long
 def test_beams_are_those_of_transformers(smollm: Any) -> None:
     llm = LLM(progress=False, dtype="float32", max_length=512)
     questions = ("What is gravity?", "Tell me a joke about trains.")
@@ -89,6 +90,7 @@ def test_beams_are_those_of_transformers(smollm: Any) -> None:
         assert [answer.token_ids for answer in result.outputs] == beams_of_transformers(smollm, prompt, 20, eos, 4)
 
 
+@pytest.mark.long
 def test_quantized_answers_do_not_depend_on_how_they_are_run(smollm: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
 
@@ -128,6 +130,7 @@ def test_answers_are_the_same_with_the_prefix_cache_and_without() -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.long
 def test_drafts_from_the_text_keep_the_answers_of_transformers(smollm: Any) -> None:
     llm = LLM(progress=False, dtype="float32", speculation="ngram", max_length=1024)
     speculation = llm.engine.scheduler.planner.speculation

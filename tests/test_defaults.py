@@ -56,6 +56,7 @@ def test_they_can_be_turned_off(model: Path) -> None:
         LLM(str(model), generation_config="vllm")
 
 
+@pytest.mark.long
 def test_a_server_applies_them_field_by_field_and_says_so(llm: LLM, model: Path) -> None:
     greedy = replace(GREEDY, max_tokens=6)
     drawn = SamplingParams(temperature=0.9, repetition_penalty=1.3, seed=5, max_tokens=6)
@@ -96,6 +97,7 @@ def test_a_batch_file_applies_them(llm: LLM, tmp_path: Path) -> None:
     assert json.loads(found)["response"]["body"]["choices"][0]["text"] == text
 
 
+@pytest.mark.long
 def test_the_command_line_applies_them_and_its_flags_win(llm: LLM, model: Path) -> None:
     def run(*flags: str) -> str:
         command = [sys.executable, "-m", "chairlift", "run", "--raw", "The chair", "-m", str(model), *flags]

@@ -94,6 +94,7 @@ def test_a_prompt_cannot_be_cut_to_nothing(wrong: Any) -> None:
         SamplingParams(truncate_prompt_tokens=wrong)
 
 
+@pytest.mark.long
 def test_a_server_truncates_too_and_refuses_minus_one_of_logprobs(llm: LLM, tiny_model: Path) -> None:
     with running(tiny_model, "--max-length", "128", "--kv-tokens", "2048") as server:
 

@@ -50,6 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_long_prompts_with_common_prefixes_equal_transformers_far_past_the_window(model: tuple[str, Path]) -> None:
     """Ten windows long. Later prompts begin as earlier ones and leave them at several places; the last are whole."""
     name, folder = model

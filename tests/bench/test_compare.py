@@ -177,6 +177,7 @@ def test_cells_are_named_by_what_differs() -> None:
         cells_of({"policy": ["fcfs", "luck"]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("is_known", "overlap"), [(True, False), (False, True)])
 def test_every_request_gets_exactly_its_hidden_length_in_every_cell(model: str, is_known: bool, overlap: bool) -> None:
     mix = Mix("few", few(1, 30, 2, 17, 40, 3, 9), 64, lengths_are_known=is_known)
@@ -248,6 +249,7 @@ def test_a_mix_longer_than_the_context_is_refused(model: str) -> None:
         compared(model, mix, {"batching": ["continuous"]})
 
 
+@pytest.mark.long
 def test_a_predictor_that_has_learned_puts_short_answers_first(model: str) -> None:
     prompts = {"short": [11] * 40, "long": [12] * 40}
     queries = [Query(prompts[kind], {"short": 2, "long": 60}[kind], kind=kind) for kind in ["long", "short"] * 4]
@@ -260,6 +262,7 @@ def test_a_predictor_that_has_learned_puts_short_answers_first(model: str) -> No
     assert sjf["median"]["rank_correlation"] == pytest.approx(1) and "rank_correlation" not in fcfs["median"]
 
 
+@pytest.mark.long
 def test_naive_batches_have_their_own_row(model: str) -> None:
     pytest.importorskip("transformers")
     mix = Mix("few", few(3, 9, 4, 6), 16, lengths_are_known=True)
@@ -283,6 +286,7 @@ def command(model: str, *more: str) -> list[str]:
     return [*start, "--workload", "flood", "--requests", "12", "--max-sequences", "4", *more]
 
 
+@pytest.mark.long
 def test_the_command_writes_a_table_numbers_and_pictures(model: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder, file = tmp_path / "pictures", tmp_path / "numbers.json"

@@ -34,6 +34,7 @@ def test_waves_are_of_all_batch_sizes_and_fit_the_engine(tiny_model: Path) -> No
     assert (hardware.limits, hardware.kv_tokens, hardware.overlap) == (built.limits, 4096, False)
 
 
+@pytest.mark.long
 def test_validate_prints_both_and_simulate_reads_the_profile(tiny_model: Path, tmp_path: Path) -> None:
     numbers, profile = tmp_path / "numbers.json", tmp_path / "profile.json"
     flags = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -19,6 +19,7 @@ from chairlift.report.numbers import percentile
 from chairlift.traffic.workloads import Lengths, Workload, uniform
 
 
+@pytest.mark.long
 def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     command = [sys.executable, "-m", "chairlift", "bench", "offline", "--model", str(tiny_model / "config.json")]
@@ -43,6 +44,7 @@ def test_one_engine_alone_is_measured_and_written_to_a_file(tiny_model: Path, tm
         assert 0 < run["ttft_p50"] <= run["ttft_p99"] <= 1000 * run["seconds"] and run["peak_mib"] > 1
 
 
+@pytest.mark.long
 def test_transformers_runs_interleaved_on_the_same_weights(tiny_model: Path) -> None:
     pytest.importorskip("transformers")
     notices: list[str] = []

@@ -40,6 +40,7 @@ def test_replayed_steps_give_the_recorded_tokens(tiny_model: Path, tmp_path: Pat
     llm.close()
 
 
+@pytest.mark.long
 def test_the_command_records_and_replays(tiny_model: Path, tmp_path: Path) -> None:
     file, runner = tmp_path / "steps.jsonl", CliRunner()
     command = ["bench", "offline", "--model", str(tiny_model / "config.json"), "--load-format", "dummy", "--workload"]

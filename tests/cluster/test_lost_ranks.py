@@ -84,6 +84,7 @@ def test_a_rank_killed_while_no_step_runs_is_noticed_at_once(llm: LLM) -> None:
     check_memory(llm)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_killed_after_its_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "STALLED", 2.0)
     [pid] = pids(llm)
@@ -150,6 +151,7 @@ elif sys.argv[2] == "wait":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("doing", "is_stopped"),
     [
@@ -170,6 +172,7 @@ def test_no_rank_outlives_an_engine_that_is_killed(tiny_model: Path, doing: str,
         wait_until(lambda: not any(map(is_running, found)), 5.0)
 
 
+@pytest.mark.long
 def test_a_program_that_ends_without_closing_ends_its_ranks(tiny_model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tiny_model), "end"], capture_output=True, text=True, timeout=120, check=True

@@ -81,6 +81,7 @@ def test_a_rank_that_hangs_ends_the_engine_after_its_deadline(tiny_model: Path) 
         assert found["errors after"] < 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_engine_and_it_comes_back(tiny_model: Path, times: int) -> None:
     with running(tiny_model, "--tensor-parallel", "2", "--log-level", "error") as server:

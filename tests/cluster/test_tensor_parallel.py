@@ -85,6 +85,7 @@ def test_every_family_on_two_and_on_four_ranks_in_every_way_to_run(
     compare(four, folder, {"swapped": WAYS["swapped"], "preempted, overlapped, chunked": CHUNKED})
 
 
+@pytest.mark.long
 def test_two_kv_heads_are_repeated_on_four_ranks(four: Ranks, tiny_model: Path) -> None:
     compare(four, tiny_model, {"preempted, overlapped, chunked": CHUNKED})
 

@@ -21,6 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.long
 def test_the_command_writes_a_file_and_prints_tables(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     done = run("--shape", str(tiny_model), "--device", "cpu", "--out", str(file))

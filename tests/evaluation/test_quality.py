@@ -31,6 +31,7 @@ def test_every_kv_dtype_is_compared_with_the_model_s_own(tiny_model: Path) -> No
     assert [column.header for column in quality.quality_table(found, "tiny").columns] == ["", *names]
 
 
+@pytest.mark.long
 def test_a_quantized_file_is_compared_with_itself_in_float32() -> None:
     """The default model's file keeps its tokens in most places, at a sixth of the bytes."""
     text = quality.TEXT.read_text()

@@ -271,6 +271,7 @@ def test_a_prompt_stays_whole_behind_the_checks_of_its_step(
     check(graphs, flat, None, monkeypatch)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_a_draft_model_drafts_the_same_in_captured_passes(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of which it has computed all but one token, all but two, and nothing; with drafts of different lengths."""

@@ -248,6 +248,7 @@ def test_a_tensor_that_is_not_there_is_named(small: Path) -> None:
         GgufFile(small).read("output.weight")
 
 
+@pytest.mark.long
 def test_the_default_model_reads_as_the_reference_reads_it() -> None:
     path = resolve(DEFAULT_MODEL)
     file = GgufFile(path)

@@ -168,6 +168,7 @@ def test_an_answer_that_fails_is_never_hidden_behind_better_ones(llm: LLM, monke
 # ---- the server
 
 
+@pytest.mark.long
 def test_a_completion_gives_the_best_answers_of_llm_and_counts_all_that_were_made(client: OpenAI, llm: LLM) -> None:
     every = likeliest(all_of(llm, 6, **DRAWN))
     reply = complete(client, n=2, best_of=6, **DRAWN)
@@ -291,6 +292,7 @@ def test_beams_that_are_not_among_the_best_count_against_a_tenant_s_rate(slow: R
     slow.wait_until(slow.is_idle)
 
 
+@pytest.mark.long
 def test_searches_with_more_tokens_than_a_slow_reader_may_leave_unread_are_answered(slow: Running) -> None:
     # Most come in one step, as several messages, and none is read before the last: see BUFFER and _PART.
     body = {"prompt": [[5, 6]] * 64, "use_beam_search": True, "n": 4, "max_tokens": 140, "logprobs": 1}

@@ -122,6 +122,7 @@ def too_many(server: Running) -> float:
     return 0.0 if found is None else float(found.group(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streams", [2, pytest.param(12, marks=pytest.mark.long)])
 def test_streams_that_nobody_reads_are_ended_and_their_memory_is_bounded(impatient: Running, streams: int) -> None:
     server, body = impatient, {**BIG, "n": 64, "stream": True}  # 260 MB of memory each, if all is kept
@@ -138,6 +139,7 @@ def test_streams_that_nobody_reads_are_ended_and_their_memory_is_bounded(impatie
     assert server.post(COMPLETION, ONE).status_code == 200
 
 
+@pytest.mark.long
 def test_a_stream_that_is_read_slowly_comes_whole(impatient: Running) -> None:
     server, closed = impatient, impatient.metric("connections_closed_total", reason="unread")
     with connected(server, buffer=1 << 16) as client:
@@ -155,6 +157,7 @@ def test_a_stream_that_is_read_slowly_comes_whole(impatient: Running) -> None:
     assert server.metric("connections_closed_total", reason="unread") == closed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_that_nobody_reads_is_dropped_after_a_while(impatient: Running, stream: bool) -> None:
     server, closed = impatient, impatient.metric("connections_closed_total", reason="unread")
@@ -166,6 +169,7 @@ def test_a_reply_that_nobody_reads_is_dropped_after_a_while(impatient: Running, 
     adds_up(server)
 
 
+@pytest.mark.long
 def test_a_tenant_s_request_counts_until_its_reply_is_read(tiny_model: Path, tmp_path: Path) -> None:
     keys = keys_file(tmp_path, bob="max_concurrent = 1")
     with running(
@@ -185,6 +189,7 @@ def test_a_tenant_s_request_counts_until_its_reply_is_read(tiny_model: Path, tmp
         server.wait_until(lambda: server.post(COMPLETION, ONE, headers=bob).status_code == 200)
 
 
+@pytest.mark.long
 def test_draining_waits_for_a_reply_that_is_read_slowly(tiny_model: Path) -> None:
     with running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_STEP": "0.001"}) as server:
         with connected(server, buffer=1 << 16) as client:
@@ -230,6 +235,7 @@ def test_connections_without_a_request_are_closed(tiny_model: Path) -> None:
         assert read_reply(idle)[0] == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clients", [400, pytest.param(4000, marks=pytest.mark.long)])
 def test_a_server_without_descriptors_answers_and_replaces_its_engine(tiny_model: Path, clients: int) -> None:
     with running(tiny_model, fake=True, open_files=256) as server:
@@ -380,6 +386,7 @@ def test_all_bodies_together_are_bounded_until_they_are_admitted(tiny_model: Pat
 # ---- several processes
 
 
+@pytest.mark.long
 def test_a_tenant_s_limits_hold_over_all_http_processes(tiny_model: Path, tmp_path: Path) -> None:
     keys = keys_file(tmp_path, bob="max_concurrent = 4", carol="tokens_per_minute = 20")
     flags = ("--api-workers", "2", "--api-keys", keys, "--log-level", "error")
@@ -416,6 +423,7 @@ def standing_still(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_model: Path, times: int) -> None:
     flags = ("--api-workers", "2", "--log-level", "error")
@@ -435,6 +443,7 @@ def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_mode
         assert server.metric("requests_submitted_total") >= 2 * times * 10
 
 
+@pytest.mark.long
 def test_an_engine_is_replaced_after_the_folder_of_its_sockets_was_removed(tiny_model: Path) -> None:
     with running(tiny_model, "--api-workers", "2", fake=True) as server:
         for _ in range(16):  # both HTTP processes are connected
@@ -461,6 +470,7 @@ def owns(pid: int, folder: Path) -> bool:
     return any(f"socket:[{line[6]}]" in held for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (16, 64))])
 def test_an_http_process_that_stands_still_holds_up_little_memory_and_is_told_what_it_missed(
     tiny_model: Path, n: int

@@ -181,6 +181,7 @@ def test_with_the_cache_off_nothing_is_kept_and_a_reset_finds_nothing(tiny_model
         assert server.metric("prefix_cache_queries_total") == server.metric("kv_cache_cached_perc") == 0
 
 
+@pytest.mark.long
 def test_a_reset_that_the_engine_does_not_answer_is_told_so_in_time(tiny_model: Path) -> None:
     with running(tiny_model, "--served-model-name", "tiny", fake=True) as server:
         client, engine = client_of(server), server.engine_pid()

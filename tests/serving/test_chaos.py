@@ -163,6 +163,7 @@ async def _kill_under_load(server: Running) -> float:
     return took
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_is_seen_ended_and_recovered_from(tiny_model: Path) -> None:
     with running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_HANG": "40"}) as server:
         started = time.monotonic()
@@ -241,6 +242,7 @@ def test_an_engine_that_dies_while_a_prompt_is_tokenized_costs_that_request_an_e
         assert server.metric("num_requests_running") == 0 == server.metric("num_requests_waiting")
 
 
+@pytest.mark.long
 def test_an_engine_that_stands_still_is_unhealthy_and_well_again_when_it_goes_on(tiny_model: Path) -> None:
     with running(tiny_model, "--log-level", "error", fake=True) as server:
         pid = server.engine_pid()

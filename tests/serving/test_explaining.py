@@ -177,6 +177,7 @@ def test_what_goes_wrong_is_one_line(server: Running, arguments: tuple[str, ...]
 # ---- an engine that does not answer, and several HTTP processes
 
 
+@pytest.mark.long
 def test_a_stuck_engine_is_told_in_time_and_holds_few_questions(server: Running) -> None:
     engine = server.engine_pid()
     os.kill(engine, signal.SIGSTOP)

@@ -126,6 +126,7 @@ def test_a_stream_comes_through_byte_for_byte_however_it_is_cut() -> None:
             assert found.headers["content-type"] == "text/event-stream"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_each_api_answers_through_the_router_as_it_does_directly(
     router: Running, servers: list[Running], path: str
@@ -230,6 +231,7 @@ def test_the_bodies_of_running_streams_are_not_kept() -> None:
 # ---- when servers are full, leave or die
 
 
+@pytest.mark.long
 def test_429_comes_only_when_all_servers_are_full_with_the_soonest_retry(tiny_model: Path) -> None:
     environment = {"FAKE_STEP": "0.3", "FAKE_SEQUENCES": "1"}
     with ExitStack() as stack:
@@ -282,6 +284,7 @@ def test_a_request_that_its_client_cancels_is_cancelled_at_the_server(router: Ru
     settled(router)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_a_killed_server_costs_only_the_requests_that_had_a_token(tiny_model: Path, times: int) -> None:
     """12 rows a server and 48 requests: half of them wait without a token when one of the two is killed."""
@@ -349,6 +352,7 @@ def test_a_killed_router_leaves_nothing_at_the_servers(servers: list[Running], t
             server.wait_until(server.is_idle)
 
 
+@pytest.mark.long
 def test_a_server_that_drains_gets_no_new_request_and_the_router_drains_too(tiny_model: Path) -> None:
     more: dict[str, Any] = {"fake": True, "environment": {"FAKE_STEP": "0.03"}}
     with ExitStack() as stack:
@@ -372,6 +376,7 @@ def test_a_server_that_drains_gets_no_new_request_and_the_router_drains_too(tiny
 # ---- models, keys and limits
 
 
+@pytest.mark.long
 def test_models_on_different_servers_are_one_list_and_each_request_finds_its_own(tiny_model: Path) -> None:
     with ExitStack() as stack:
         pair = [
@@ -389,6 +394,7 @@ def test_models_on_different_servers_are_one_list_and_each_request_finds_its_own
         assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.long
 def test_keys_are_passed_on_and_tenants_limits_hold_for_all_servers_together(tiny_model: Path, tmp_path: Path) -> None:
     keys = keys_file(tmp_path, bob="max_concurrent = 3")
     flags = ("--api-keys", keys, "--log-level", "error")

@@ -83,6 +83,7 @@ def test_a_tenant_does_not_find_the_blocks_of_another(pair: Running, redis: Redi
     assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in other] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.long)])
 def test_clients_do_not_notice_that_the_store_is_killed(pair: Running, redis: RedisServer, times: int) -> None:
     expected = {number: tokens_of(ask(pair, number)) for number in range(8)}
@@ -112,6 +113,7 @@ def test_a_store_that_hangs_costs_less_than_computing(pair: Running, redis: Redi
         redis.go_on()
 
 
+@pytest.mark.long
 def test_a_damaged_block_is_computed_again(model: Path, tmp_path: Path) -> None:
     redis = RedisServer(tmp_path)
     try:

@@ -190,6 +190,7 @@ def test_a_call_with_more_prompts_than_the_queue_holds_is_told_so_and_nothing_of
     assert len(small.post(COMPLETION, {**ONE, "prompt": ["a", "b"]}).json()["choices"]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("clients", "flags"),
     [
@@ -215,6 +216,7 @@ def test_clients_that_come_at_once_are_queued_and_none_is_refused(
             assert server.metric("requests_refused_total", reason=reason) == 0
 
 
+@pytest.mark.long
 def test_a_wait_that_would_be_too_long_is_refused_by_the_flag_that_bounds_it(tiny_model: Path) -> None:
     environment = {"FAKE_SEQUENCES": "2", "FAKE_STEP": "0.02"}
     with running(tiny_model, "--max-wait", "0.5", fake=True, environment=environment) as server:
@@ -294,6 +296,7 @@ def test_a_server_with_a_certificate_speaks_https_alone(tiny_model: Path, certif
         assert server.get("/health", verify=trust).status_code == 200
 
 
+@pytest.mark.long
 def test_several_http_processes_serve_one_model_and_sum_their_metrics(tiny_model: Path) -> None:
     with running(tiny_model, "--api-workers", "2", fake=True) as server:
         first, second = server.process.pid, server.child("http_process")

@@ -125,6 +125,7 @@ def fakes(tiny_model: Path, absent: Path) -> Iterator[Running]:
         settled(server)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_a_killed_replica_costs_only_the_requests_that_had_a_token(fakes: Running, times: int) -> None:
     """12 rows a replica and 48 requests: half of them wait without a token when one of the two is killed."""
@@ -210,6 +211,7 @@ def test_cancelled_requests_are_cancelled_at_their_replica(fakes: Running) -> No
     assert sum(aborted) == 8 and min(aborted) > 0
 
 
+@pytest.mark.long
 def test_429_comes_only_when_all_replicas_together_are_full(tiny_model: Path) -> None:
     """Two replicas of two rows and six places in the queue, in two HTTP processes: ten fit, whoever accepts them."""
     environment = {"FAKE_STEP": "0.3", "FAKE_SEQUENCES": "2"}
@@ -235,6 +237,7 @@ def test_429_comes_only_when_all_replicas_together_are_full(tiny_model: Path) ->
             assert 1 <= int(refused.headers["Retry-After"]) <= 60
 
 
+@pytest.mark.long
 def test_a_tenant_s_limits_hold_across_two_http_processes_and_two_replicas(tiny_model: Path, tmp_path: Path) -> None:
     keys = keys_file(tmp_path, bob="max_concurrent = 3", carol="tokens_per_minute = 60")
     flags = ("--replicas", "2", "--api-workers", "2", "--api-keys", keys, "--log-level", "error")
@@ -265,6 +268,7 @@ def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield found
 
 
+@pytest.mark.long
 def test_each_model_answers_under_its_name_with_its_own_weights(models: Running) -> None:
     client = OpenAI(base_url=f"{models.url}/v1", api_key="none", max_retries=0)
     assert [(each.id, each.model_extra["max_model_len"]) for each in client.models.list().data] == [
@@ -315,6 +319,7 @@ def test_names_that_clash_or_do_not_fit_are_refused_before_anything_is_loaded(ti
     assert "give one of them" in error(str(tiny_model), "--model", f"a={tiny_model}")
 
 
+@pytest.mark.long
 def test_models_that_do_not_fit_together_are_refused_with_their_sizes(tiny_model: Path) -> None:
     import subprocess
     import sys

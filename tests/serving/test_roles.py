@@ -122,6 +122,7 @@ def test_a_prompt_that_is_cached_where_prompts_are_computed_is_a_prefix_hit(apar
     assert again["choices"] == first["choices"]
 
 
+@pytest.mark.long
 def test_a_prompt_that_leaves_is_aborted_where_it_is_computed(tiny_model: Path) -> None:
     """The decoder's pool is small, and answers are preempted; clients leave at any moment; all counts add up."""
     flags = ("--role", "prefill=1,decode=1", "--kv-tokens", "1024", "--step-tokens", "64", "--max-sequences", "8")
@@ -164,6 +165,7 @@ def three(tiny_model: Path) -> Iterator[Running]:
         yield found
 
 
+@pytest.mark.long
 @TIMES
 @pytest.mark.parametrize("place", [0, 1], ids=["prefill", "decode"])
 def test_a_killed_engine_costs_only_answers_that_had_begun_there(
@@ -223,6 +225,7 @@ def test_roles_that_cannot_be_are_refused_with_advice(tiny_model: Path, flags: t
     assert message in refused(tiny_model, *flags)
 
 
+@pytest.mark.long
 def test_layers_with_a_window_are_refused(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "m", "MistralForCausalLM", sliding_window=32)
     said = refused(model, "--role", "prefill=1,decode=1")

@@ -75,6 +75,7 @@ def test_a_client_cannot_have_prompts_sent_anywhere(servers: tuple[Running, Runn
     assert router.post(COMPLETION, body_of(100, 1), headers=right).json()["choices"], "the router drops the header"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [0, 1], ids=["prefill", "decode"])
 def test_a_killed_engine_of_either_server_is_not_noticed_by_requests_without_a_token(
     servers: tuple[Running, Running, Running], which: int

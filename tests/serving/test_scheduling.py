@@ -123,6 +123,7 @@ def test_a_higher_priority_takes_the_seat_of_a_lower_one_which_then_goes_on(by_p
     assert server.metric("scheduling_info", policy="priority", preemption="swap", prefill="chunked") == 1
 
 
+@pytest.mark.long
 def test_tenants_share_by_weight_whoever_asks_more(tiny_model: Path, keys: str) -> None:
     flags = ("--policy", "fair", "--predictor", "max_tokens", "--api-keys", keys, "--max-waiting", "50")
     with running(tiny_model, *flags, fake=True, environment=ONE_SEAT) as server, ThreadPoolExecutor(12) as pool:

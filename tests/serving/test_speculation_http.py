@@ -44,6 +44,7 @@ def ask(server: Running, letters: list[int], **more: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_prediction_is_drafted_and_counted_and_changes_no_answer(server: Running, letters: list[int]) -> None:
     plain = ask(server, letters, cache_salt="one", n=1)
     text = plain["choices"][0]["message"]["content"]

@@ -240,6 +240,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield started
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("opens", [False, True])
 def test_reasoning_is_bounded_and_the_answer_behind_it_matches(thinker: Running, opens: bool, stream: bool) -> None:

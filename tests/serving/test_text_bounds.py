@@ -204,6 +204,7 @@ def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 PROMPTS = [[7 + number] * 1000 for number in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "body", "told"),
     [
@@ -245,6 +246,7 @@ def test_more_log_probabilities_than_a_reply_may_have_are_refused(
     assert scoring.metric("requests_submitted_total") == before
 
 
+@pytest.mark.long
 def test_a_reply_as_large_as_may_be_is_written_beside_the_event_loop(scoring: Running) -> None:
     body = {"prompt": PROMPTS, "n": 2, "prompt_logprobs": 64, "max_tokens": 1, "temperature": 0}
     with probing(scoring) as probe:
@@ -315,6 +317,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_chat_template_costs_its_own_request_alone(tmp_path: Path, template: str) -> None:
     with running(make_tiny_model(tmp_path / "llama", chat_template=template), fake=True) as server:

@@ -52,6 +52,7 @@ def run(tmp_path: Path, *options: str) -> Any:
     return CliRunner().invoke(app, ["plan", str(trace), *options, "--json", str(tmp_path / "out.json")])
 
 
+@pytest.mark.long
 def test_the_command_finds_what_holds_and_what_does_not(tmp_path: Path) -> None:
     options = ["--hardware", "l40s,h200", "--tensor-parallel", "1", "--ttft-p99", "1s", "--tpot-p99", "30ms"]
     result = run(tmp_path, *options)

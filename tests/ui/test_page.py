@@ -196,6 +196,7 @@ def test_an_error_of_the_playground_is_said_in_the_servers_words(browser: Any, s
         visit.until_text(".ask .error", "not JSON")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_axe_finds_no_serious_violation(browser: Any, server: Running, scheme: str) -> None:
     with busy(server), visiting(browser, server.url, color_scheme=scheme, reduced_motion="reduce") as visit:
@@ -224,6 +225,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Any, server
 # ---- keys
 
 
+@pytest.mark.long
 def test_with_keys_the_page_asks_for_one_and_never_writes_it_into_an_address(
     browser: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +311,7 @@ def viewing(file: Path) -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.long
 def test_a_simulated_run_opens_in_the_same_page_with_its_replicas_side_by_side(browser: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     command = ["simulate", "uniform", "--requests", "60", "--rate", "30", "--replicas", "2", "--record-view", str(file)]
