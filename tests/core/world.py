@@ -86,6 +86,12 @@ class Record:
     def sequences_left(self) -> int:
         return len(self.answers) - len(self.ended)
 
+    @property
+    def is_at_error(self) -> bool:
+        """Whether the next token of one of its sequences cannot be chosen, or its constraint fails."""
+        answers = zip(self.answers, self.received, strict=True)
+        return any(reason is FinishReason.ERROR and came == len(tokens) for (tokens, reason), came in answers)
+
 
 class WatchedScheduler(Scheduler):
     """The scheduler, with its promises asserted after each call."""
@@ -459,7 +465,7 @@ class World:
                         "not all were scored, or wrong"
                     )
                 assert (event.logprobs is None) == (record.request.scored is None)
-                natural = reason if place + 1 == len(tokens) else None
+                natural = reason if place + 1 == len(tokens) and reason is not FinishReason.ERROR else None
                 assert event.finish_reason is natural, f"{sequence} said {event.finish_reason}, not {natural}"
             if event.finish_reason is not None:
                 self._read_end(event, record)
@@ -481,6 +487,8 @@ class World:
         if reason in (FinishReason.ABORT, FinishReason.ERROR) and (not sequence.is_forked or is_search):
             record.ended |= dict.fromkeys(range(len(record.answers)), reason)  # siblings that were never born
         assert (reason is FinishReason.ERROR) == (event.error is not None)
+        if event.error is not None and not event.error.startswith("the step failed"):
+            assert record.is_at_error, f"{sequence} failed: {event.error}"
         if not record.sequences_left:
             del self.live[sequence.request.id]
 
