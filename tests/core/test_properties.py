@@ -156,9 +156,14 @@ def words(world: World, random: Random, count: int) -> list[int]:
 
 
 def cause_trouble(world: World, random: Random) -> None:
-    kind = random.randrange(5)
+    kind = random.randrange(6)
     if kind == 0 and world.speaking:
         world.stop(random.choice(list(world.speaking)))
+    elif kind == 5 and random.random() < 0.3:
+        world.engine.clear_prefix_cache()
+        world.scheduler.check()
+    elif kind == 5:
+        world.damage_disk(random)
     elif kind in (1, 2):
         world.break_next(at_submit=random.random() < 0.3, at_choose=random.random() < 0.2)
     else:
