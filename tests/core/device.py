@@ -25,6 +25,7 @@ from chairlift.core.step import Candidates, PromptLogprobs, Sampling, Step, Step
 Score = TokenLogprobs | Candidates | None
 GARBAGE = -1  # no mark is negative
 _SENT = 16  # one step in so many is turned into text and read again, as if it came from another process
+NO_TOKEN = 1 << 32
 _UNKNOWN = -2  # what a token sampled from garbage must have in the cache: nothing is ever equal to it
 
 
@@ -93,6 +94,7 @@ class FakeExecutor:
         self.breaks_at_choose = False
         self.accepted = 0  # drafts
         self.rejected = 0
+        self.dropped = 0  # tokens that could not be chosen, behind accepted drafts
         self._in_flight: deque[Ticket] = deque()
         self._steps = 0
 
@@ -146,15 +148,23 @@ class FakeExecutor:
         if left:
             complain(f"{len(left)} masks are for no token")
         ticket.masked = []
+        ticket.result.failed = [number for number, taken in enumerate(ticket.taken) if taken[0][0] == NO_TOKEN]
 
     def _take(
         self, row: Row, marks: list[int], drafts: list[int], masks: list[bytes | None]
     ) -> list[tuple[int, Score]]:
-        """Sample behind each mark, as long as the tokens are those drafted."""
+        """Sample behind each mark, as long as the tokens are those drafted.
+
+        A token that cannot be chosen is a result only if no draft before it was accepted.
+        """
         found: list[tuple[int, Score]] = []
         assert row.sampling is not None
         for mark, draft, mask in zip(marks, [*drafts, None], masks, strict=True):
             token = self._append(row, mark, mask)
+            if token == NO_TOKEN and found:
+                self.dropped += 1
+                row.tokens.pop(), row.marks.pop()
+                break
             found.append((token, self._score(row.sampling, token, mark)))
             if token != draft:
                 break
@@ -166,6 +176,10 @@ class FakeExecutor:
         """Sample the next token of a row, behind a context that ends with `mark`."""
         assert row.sampling is not None
         token = sample_masked(mark, row.sampling.seed, row.index, len(row.tokens), mask)
+        if token is None:  # its request ends, but a step in flight may read the place
+            row.tokens.append(0)
+            row.marks.append(_UNKNOWN)
+            return NO_TOKEN
         row.tokens.append(token)
         row.marks.append(_UNKNOWN if mark == GARBAGE else mark_after(row.marks[-1], token))
         return token

@@ -80,7 +80,7 @@ class Picky(Constraint):
 
     def fork(self) -> Picky:
         """The same, on its own from now on."""
-        return Picky(self._state)
+        return type(self)(self._state)
 
     @property
     def is_complete(self) -> bool:
@@ -88,8 +88,26 @@ class Picky(Constraint):
         return self._state % 29 == 28
 
 
-def sample_masked(mark: int, seed: int, index: int, position: int, mask: bytes | None) -> int:
-    """The token at `position` of those that a mask allows."""
+class Flawed(Picky):
+    """A constraint that leaves no token to choose in some states, and fails in others."""
+
+    def mask(self) -> bytes | None:
+        if self._state % 23 == 7:
+            return bytes(VOCAB // 8)
+        if self._state % 23 == 8:
+            raise ValueError("no mask")
+        return super().mask()
+
+    def accept(self, token: int) -> None:
+        if self._state % 23 == 9:
+            raise ValueError("no next state")
+        super().accept(token)
+
+
+def sample_masked(mark: int, seed: int, index: int, position: int, mask: bytes | None) -> int | None:
+    """The token at `position` of those that a mask allows; None if it allows none."""
+    if mask is not None and not any(mask):
+        return None
     token = sample(mark, seed, index, position)
     while mask is not None and not mask[token // 8] >> token % 8 & 1:
         token = (token + 1) % VOCAB
@@ -102,9 +120,14 @@ def answer_to(request: Request, index: int, limit: int) -> tuple[list[int], Fini
     mark = marks_of(request.prompt, request.salt)[-1]
     constraint = None if request.constraint is None else request.constraint.fork()
     for position in range(len(request.prompt), limit):
-        token = sample_masked(mark, request.seed, index, position, constraint and constraint.mask())
-        if constraint is not None:
-            constraint.accept(token)
+        try:
+            token = sample_masked(mark, request.seed, index, position, constraint and constraint.mask())
+            if token is None:
+                return tokens, FinishReason.ERROR
+            if constraint is not None:
+                constraint.accept(token)
+        except ValueError:
+            return tokens, FinishReason.ERROR
         tokens.append(token)
         if token in request.stop_ids:
             return tokens, FinishReason.STOP

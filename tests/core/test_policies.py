@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_properties import QUIET, SIZES, TROUBLE, cause_trouble, quiet_engine, sampling, shapes, words
+from test_properties import QUIET, SIZES, TROUBLE, cause_trouble, constraint, quiet_engine, sampling, shapes, words
 from world import Shape, World
 
 from chairlift.core.batching import GATES
@@ -84,7 +84,7 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
     world.submit(
         words(world, random, 1 + int((longest - 2) * random.random() ** 2)),
         n=n,
-        sampling=sampling(world, random, n),
+        sampling=(chosen := sampling(world, random, n)),
         max_tokens=None if random.random() < 0.1 else random.randint(1, longest),
         eos=eos,
         seed=random.getrandbits(32),
@@ -94,6 +94,7 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
         priority=random.choice((0, 0, 0, 1, 5)),
         deadline=random.choice((None, now + 0.02, now + 0.5)),
         known_length=random.randint(1, longest),
+        constraint=constraint(random) if "use_beam_search" not in chosen else None,
     )
 
 

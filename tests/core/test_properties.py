@@ -15,13 +15,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from fakes import VOCAB, Picky
+from fakes import VOCAB, Flawed, Picky
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from world import Shape, World
 
 from chairlift.core.cache_groups import CacheGroups
+from chairlift.core.constraint import Constraint
 
 EVENTS_A_WALK = 600
 SIZES = pytest.mark.parametrize("size", [1, pytest.param(16, marks=pytest.mark.long)], ids=["some", "many"])
@@ -116,8 +117,14 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
         seed=random.getrandbits(32),
         salt="a" if random.random() < 0.1 else "",
         sampling=(chosen := sampling(world, random, n)),
-        constraint=Picky() if random.random() < 0.1 and "use_beam_search" not in chosen else None,
+        constraint=constraint(random) if "use_beam_search" not in chosen else None,
     )
+
+
+def constraint(random: Random) -> Constraint | None:
+    """A constraint for one request in seven; one in three of these leaves no token at times, or fails."""
+    kind = random.random()
+    return Flawed() if kind < 0.05 else Picky() if kind < 0.15 else None
 
 
 def sampling(world: World, random: Random, n: int) -> dict[str, Any]:
@@ -149,9 +156,14 @@ def words(world: World, random: Random, count: int) -> list[int]:
 
 
 def cause_trouble(world: World, random: Random) -> None:
-    kind = random.randrange(5)
+    kind = random.randrange(6)
     if kind == 0 and world.speaking:
         world.stop(random.choice(list(world.speaking)))
+    elif kind == 5 and random.random() < 0.3:
+        world.engine.clear_prefix_cache()
+        world.scheduler.check()
+    elif kind == 5:
+        world.damage_disk(random)
     elif kind in (1, 2):
         world.break_next(at_submit=random.random() < 0.3, at_choose=random.random() < 0.2)
     else:

@@ -16,10 +16,12 @@ import chairlift.core.batch as batch_module
 import chairlift.core.request as request_module
 from chairlift.core.blocks import BlockPool, BlockTable
 from chairlift.core.cache_groups import CacheGroups
+from chairlift.core.cost import Cost
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.preemption import Swap
+from chairlift.core.prefill import PrefillFirst
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request, Sequence
 from chairlift.core.scheduler import Scheduler
@@ -69,6 +71,27 @@ def serve(engine: Engine, prompt: list[int], name: str) -> Sequence:
 
 
 # ---- what a sequence holds
+
+
+def test_beams_in_prefill_are_preempted_together_where_prompts_come_first() -> None:
+    limits, pool = Limits(2, 4, 24, VOCAB), BlockPool(60, 2)
+    scheduler = Scheduler(limits, pool, prefill=PrefillFirst(limits, Cost()), windows=(0, 4))
+    engine = engine_of(scheduler)
+    engine.submit(Request("beams", list(range(9)), SamplingParams(use_beam_search=True, best_of=2, max_tokens=12)))
+    while len(scheduler.running) < 2:
+        engine.step()
+    others = BlockTable()  # the memory of other sequences
+    while not len(scheduler.waiting):
+        pool.grow(others, 2 * (len(others.blocks) + pool.available))
+        engine.step()
+    pool.release(others)
+    engine.step()
+    assert [each.computed for each in scheduler.running] == [4, 0], "the beams compute their tokens again, in chunks"
+    pool.grow(others, 2 * pool.available)
+    plan = scheduler.plan(0.0)
+    assert not plan.slices and len(scheduler.waiting) == 2
+    pool.release(others)
+    scheduler.check()
 
 
 @given(window=st.integers(1, 20), chunk=st.integers(1, 20), size=st.integers(1, 6), length=st.integers(1, 100))

@@ -23,7 +23,7 @@ from random import Random
 from struct import unpack
 from typing import Any
 
-from device import FakeExecutor, mark_in
+from device import GARBAGE, FakeExecutor, mark_in
 from fakes import VOCAB, ManualClock, answer_to, beams_to, marks_of
 
 from chairlift.core.assemble import parts
@@ -36,7 +36,7 @@ from chairlift.core.exchange import Arrived
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event, Outcome, StepPlan
-from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_cache import DISK, PrefixCache
 from chairlift.core.prefix_node import Node, packed
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
@@ -85,6 +85,12 @@ class Record:
     @property
     def sequences_left(self) -> int:
         return len(self.answers) - len(self.ended)
+
+    @property
+    def is_at_error(self) -> bool:
+        """Whether the next token of one of its sequences cannot be chosen, or its constraint fails."""
+        answers = zip(self.answers, self.received, strict=True)
+        return any(reason is FinishReason.ERROR and came == len(tokens) for (tokens, reason), came in answers)
 
 
 class WatchedScheduler(Scheduler):
@@ -228,6 +234,8 @@ class World:
             shape.disk_blocks,
             shape.windows,
         )
+        if cache is not None:
+            cache.is_sound = self._is_sound
         self.exchange = self.scheduler.memory.prefixes.exchange
         self.exchange.free.extend(range(shape.sent_blocks))
         self.arrivals = self.departures = 0  # blocks
@@ -355,6 +363,15 @@ class World:
         else:
             self.executor.breaks_at_collect = True
 
+    def damage_disk(self, random: Random) -> None:
+        """Damage a block on disk: no sequence may start with it."""
+        if self.executor.disk:
+            slot = random.randrange(len(self.executor.disk))
+            self.executor.disk[slot] = [GARBAGE] * self.shape.block_size
+
+    def _is_sound(self, slot: int) -> bool:
+        return self.executor.disk[slot] != [GARBAGE] * self.shape.block_size
+
     def step(self) -> None:
         """One step of the engine; all it says must be true, and in time."""
         self.engine._failed_steps = 0  # here passes break by chance, and however many in a row the next may succeed
@@ -386,7 +403,10 @@ class World:
                 assert block < 0 or device.read_block(block) == own, f"block {block} does not hold {tokens} of {salt!r}"
             if node.shelf >= 0:
                 held = (device.host, device.disk)[node.shelf][node.slot]
-                assert held == marks, f"slot {node.slot} of shelf {node.shelf} does not hold {tokens} of {salt!r}"
+                is_damaged = node.shelf == DISK and not self._is_sound(node.slot)
+                assert is_damaged or held == marks, (
+                    f"slot {node.slot} of shelf {node.shelf} does not hold {tokens} of {salt!r}"
+                )
         for sequence in () if may_be_wrong else self.scheduler.waiting:
             self._verify_saved(sequence)
 
@@ -459,7 +479,7 @@ class World:
                         "not all were scored, or wrong"
                     )
                 assert (event.logprobs is None) == (record.request.scored is None)
-                natural = reason if place + 1 == len(tokens) else None
+                natural = reason if place + 1 == len(tokens) and reason is not FinishReason.ERROR else None
                 assert event.finish_reason is natural, f"{sequence} said {event.finish_reason}, not {natural}"
             if event.finish_reason is not None:
                 self._read_end(event, record)
@@ -481,6 +501,8 @@ class World:
         if reason in (FinishReason.ABORT, FinishReason.ERROR) and (not sequence.is_forked or is_search):
             record.ended |= dict.fromkeys(range(len(record.answers)), reason)  # siblings that were never born
         assert (reason is FinishReason.ERROR) == (event.error is not None)
+        if event.error is not None and not event.error.startswith("the step failed"):
+            assert record.is_at_error, f"{sequence} failed: {event.error}"
         if not record.sequences_left:
             del self.live[sequence.request.id]
 

@@ -60,6 +60,16 @@ def test_an_engine_of_both_roles_is_used_for_whichever_pool_has_more_work() -> N
     assert place(pools, router, Ask(500))[0] == "b", "the decode engine is busy"
 
 
+def test_a_prompt_that_is_computed_where_it_is_decoded_leaves_no_trace_elsewhere() -> None:
+    roles: dict[str, Role] = {"p": "prefill", "b": "both"}
+    pools, router = Pools(roles), Router(roles)
+    router.loads.add("p", 10, 50_000)
+    ask = Ask(640, chain_of_tokens(list(range(640))))
+    assert place(pools, router, ask) == ("b", None), "the prefill engine is busy"
+    assert router.counts["p"].sent == 0
+    assert router.policy.cached(ask, "p") == 0, "it was never sent there"
+
+
 def test_engines_of_one_role_are_ordinary_replicas() -> None:
     pools, router = Pools(dict.fromkeys("ab", "both")), Router("ab", "round-robin")
     assert [place(pools, router, Ask(5000)) for _ in range(2)] == [("a", None), ("b", None)]

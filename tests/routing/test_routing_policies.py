@@ -162,6 +162,14 @@ def test_a_hot_prefix_does_not_overload_one_replica() -> None:
     assert sum(live) == 400 and max(live) <= BALANCE * 100 + SLACK + 1
 
 
+@pytest.mark.parametrize("names", [["0", "1", "2"], ["http://10.0.0.1:80", "http://10.0.0.2:80", "http://10.0.0.3:80"]])
+def test_sessions_are_spread_evenly_over_any_names(names: list[str]) -> None:
+    router = Router(names, "session")
+    routes = [router.route(Ask(10, session=f"user-{number}")) for number in range(3000)]
+    counts = Counter(route.name for route in routes if route is not None)
+    assert min(counts.values()) > 900 and max(counts.values()) < 1100
+
+
 def test_sessions_stay_and_only_those_of_an_ejected_replica_move() -> None:
     router = Router(["a", "b", "c", "d"], "session")
 

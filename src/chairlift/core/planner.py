@@ -213,7 +213,12 @@ class Planner:
     def _in_prefill(self, step: StepPlan) -> list[Sequence]:
         """Return the running sequences that have more than their next token to compute."""
         prompts = [each for each in self._running if each.length - each.computed > 1 or not each.is_forked]
-        return [each for each in prompts if each.phase is Phase.RUNNING and self._may_prefill(step, each)]
+        return [each for each in prompts if each.phase is Phase.RUNNING and self._may_extend(step, each)]
+
+    def _may_extend(self, step: StepPlan, sequence: Sequence) -> bool:
+        """Whether a sequence in prefill has blocks for its next chunk; beams must have them for all of them."""
+        may_search = not sequence.is_search or self._batch.may_search(step, sequence)
+        return may_search and self._may_prefill(step, sequence)
 
     def _may_prefill(self, step: StepPlan, sequence: Sequence) -> bool:
         """Whether a prompt has blocks for its next chunk; those of groups with a window are allocated now."""

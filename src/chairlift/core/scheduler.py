@@ -29,6 +29,7 @@ from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.step import Candidates, StepResult, TokenLogprobs
 
+_NO_TOKENS = bytes(1)  # a mask
 _FINISHED = (FinishReason.STOP, FinishReason.COMPLETE, FinishReason.LENGTH)
 
 
@@ -163,7 +164,7 @@ class Scheduler:
         """Return the masks of a step's constrained samples, once the tokens before them are known.
 
         A sample has a mask for each of its drafts, and one for the token behind them. A constraint that fails ends its
-        request: the events say so.
+        request: the events say so. One that fails behind a draft allows no token there: the draft may be rejected.
         """
         events: list[Event] = []
         drafts = dict(step.drafts)
@@ -179,8 +180,11 @@ class Scheduler:
         known = [(place, state) for place, state in owners if state is not None]
         found = self.masker.masks([state for _, state in known])
         for number, problem in found.errors.items():
-            sequence = step.samples[known[number][0]]
-            if not sequence.is_done:
+            place = known[number][0]
+            sequence = step.samples[place]
+            if number and known[number - 1][0] == place:
+                found[number], found.whole = _NO_TOKENS, None
+            elif not sequence.is_done:
                 events += self._fail_constraint(sequence, problem)
         if len(known) == len(owners):
             return found, events
@@ -253,7 +257,7 @@ class Scheduler:
         if not odd:
             return Outcome(step.samples, result.tokens, events)
         usual = [pair for pair in zip(step.samples, result.tokens, strict=True) if pair[0] not in odd]
-        return Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events)
+        return _in_order(Outcome([sequence for sequence, _ in usual], [token for _, token in usual], events))
 
     def _advance(self, step: StepPlan, tokens: list[int]) -> None:
         """Advance the constraints of a step's samples together."""
@@ -293,7 +297,7 @@ class Scheduler:
             else:
                 outcome.sequences += repeat(sequence, count)
                 outcome.tokens += (token for token, _ in taken)
-        return outcome
+        return _in_order(outcome)
 
     def _take_all(self, sequence: Sequence, tokens: list[tuple[int, TokenLogprobs | Candidates | None]]) -> list[Event]:
         """Append several tokens; those behind a stop token are dropped. An event for each."""
@@ -311,12 +315,12 @@ class Scheduler:
             return []  # it ended while this step was in flight
         if isinstance(scored, Candidates):
             return self._search(sequence, scored)
-        sequence.tokens.append(token)
         if sequence.constraint is not None:
             try:
                 sequence.constraint.accept(token)
             except Exception as error:
                 return self._fail_constraint(sequence, error)
+        sequence.tokens.append(token)
         reason = None
         if token in sequence.stop_ids:
             reason = FinishReason.STOP
@@ -430,6 +434,16 @@ class Scheduler:
         if self.predictor.is_trusted != self._is_trusted:
             self._is_trusted = self.predictor.is_trusted
             self.waiting.rekey()
+
+
+def _in_order(outcome: Outcome) -> Outcome:
+    """Put tokens of sequences that have ended since before the events, which say so: a sibling's constraint failed."""
+    pairs = list(zip(outcome.sequences, outcome.tokens, strict=True))
+    if any(sequence.is_done for sequence, _ in pairs):
+        outcome.events[:0] = [Event(*pair) for pair in pairs if pair[0].is_done]
+        kept = [pair for pair in pairs if not pair[0].is_done]
+        outcome.sequences, outcome.tokens = [sequence for sequence, _ in kept], [token for _, token in kept]
+    return outcome
 
 
 def _states(sequence: Sequence, drafts: list[int]) -> list[Constraint | None]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chairlift.core.step import Step
+from chairlift.ops.filters import NO_TOKEN
 
 _NONE = -1  # no draft must follow: the token behind the last draft
 
@@ -39,7 +40,8 @@ class Checks(NamedTuple):
     ) -> tuple[list[int], list[int]]:
         """Return the numbers of the tokens that are results, and how many belong to each sample.
 
-        With a `coin`, drafts are accepted with this chance, whatever was sampled.
+        Behind accepted drafts, NO_TOKEN is no result: an accepted draft may end the answer, else the next step finds no
+        token either. With a `coin`, drafts are accepted with this chance, whatever was sampled.
         """
         same = np.array(tokens) == self.wanted
         if coin is not None:
@@ -51,8 +53,9 @@ class Checks(NamedTuple):
             last = begin
             while is_same[last]:
                 last += 1
-            kept += range(begin, last + 1)
-            counts.append(last + 1 - begin)
+            end_kept = last if last > begin and tokens[last] == NO_TOKEN else last + 1
+            kept += range(begin, end_kept)
+            counts.append(end_kept - begin)
             begin = end
         return kept, counts
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Protocol
 
 from chairlift.routing.loads import Loads
@@ -85,7 +85,8 @@ class Session(LeastLoaded):
         if not ask.session:
             return super().choose(ask, names, loads)
         session = ask.session.encode("utf-8", "surrogatepass")
-        return max(names, key=lambda name: zlib.crc32(name.encode(), zlib.crc32(session)))
+        # Not a CRC: it is linear, so that of three names, two could get a quarter of the sessions each.
+        return max(names, key=lambda name: sha256(name.encode() + b"\0" + session).digest())
 
 
 class CacheAware:

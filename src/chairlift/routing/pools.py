@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 from chairlift.core.errors import SettingsError
+from chairlift.routing.loads import TOKENS_A_REQUEST
 from chairlift.routing.policies import Ask
 from chairlift.routing.router import Route, Router
 
@@ -43,17 +44,15 @@ class Pools:
         if not self.are_apart or self._roles[name] == "prefill" or ask.tokens - decoding.cached <= LOCAL_TOKENS:
             return None
         others = {*down, *self._only("decode"), name}
-        found = router.route(ask, others)
+        found = router.choose(ask, others)
         if found is None:
             return None
-        # The requests themselves count for both engines: without them, which one has less work?
-        loads = router.loads
-        own = ask.tokens - decoding.cached
-        if self._roles[name] == "both" and loads.work(name) - own <= loads.work(found.name) - ask.tokens + found.cached:
-            found.end("finished")
+        # The request itself counts for the engine that decodes it: without it, which of the two has less work?
+        own = ask.tokens - decoding.cached + TOKENS_A_REQUEST
+        if self._roles[name] == "both" and router.loads.work(name) - own <= router.loads.work(found):
             return None
         decoding.started()  # its prompt is no work for the engine that decodes it
-        return found
+        return router.send(ask, found)
 
     def _only(self, role: Role) -> set[str]:
         return {name for name, own in self._roles.items() if own == role}

@@ -84,10 +84,18 @@ class Router:
 
     def route(self, ask: Ask, exclude: Collection[str] = ()) -> Route | None:
         """Choose a replica and record the request there; None if all are ejected or excluded."""
+        name = self.choose(ask, exclude)
+        return None if name is None else self.send(ask, name)
+
+    def choose(self, ask: Ask, exclude: Collection[str] = ()) -> str | None:
+        """Return the replica for a request, without recording it there; None if all are ejected or excluded."""
         names = [name for name in self.names if name not in self._ejected and name not in exclude]
-        if not names:
-            return None
-        name = names[0] if len(names) == 1 else self.policy.choose(ask, names, self.loads)
+        if len(names) > 1:
+            return self.policy.choose(ask, names, self.loads)
+        return names[0] if names else None
+
+    def send(self, ask: Ask, name: str) -> Route:
+        """Record a request at a replica."""
         cached = self.policy.cached(ask, name)
         self.policy.sent(ask, name)
         self.counts[name].sent += 1
