@@ -260,6 +260,40 @@ def test_a_sender_that_breaks_the_rules_is_cut_off_and_others_go_on(
     good.close()
 
 
+@pytest.mark.parametrize("blocks", [0.5, 1.5])
+def test_a_sender_that_ends_within_a_block_leaves_no_memory(tmp_path: Path, blocks: float) -> None:
+    where = address("tcp", tmp_path)
+    there, incoming = receiver(where)
+    link, _ = handshake(where, there)
+    wire.send(link, Prompt(1, "", packed(list(range(2 * SIZE)))))
+    wire.send(link, Blocks(1, 0, [0, 1]))
+    link.sendall(bytes(int(blocks * there.blocks.block_bytes)))
+    link.close()
+    until(lambda: incoming.connections == 0, there)
+    assert not there.blocks._regions and there.exchange.taken == 0
+
+
+def test_a_prompt_of_which_blocks_are_given_up_is_forgotten_by_the_receiver(
+    where: str, few_slots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may have so many open prompts, and lasts as long as its engines."""
+    monkeypatch.setattr("chairlift.cluster.kv_transfer.incoming._MAX_PROMPTS", 2)
+    monkeypatch.setattr(outgoing_module, "_STALL", 0.05)
+    (there, incoming), (_, outgoing) = receiver(where), sender()
+    for name in "abcd":
+        outgoing.begin(name, where, "", packed([ord(name)] * 10 * SIZE))
+        outgoing.computed(name, list(range(10)), 10 * SIZE)  # for most of them there is no slot
+        outgoing.finish(name)
+    first = outgoing._peers[where]
+    until(lambda: first.is_lost or len(first._free) == 3, there)
+    outgoing.begin("last", where, "", packed([1] * SIZE))
+    outgoing.computed("last", [0], SIZE)
+    outgoing.finish("last")
+    done: list[str] = []
+    until(lambda: done.extend(outgoing.take_done()) or "last" in done, there)
+    assert not first.is_lost and incoming.connections == 1
+
+
 def test_a_connection_that_says_nothing_is_closed(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.3)
     _, incoming = receiver(where)

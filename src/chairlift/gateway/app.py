@@ -34,6 +34,8 @@ _BODY_SECONDS = 60.0  # for a client to send its body
 _BODIES = 256 << 20  # bytes of bodies in memory, in all: each is kept until its reply begins, for another attempt
 _REPLY = 1 << 20  # bytes of a reply that is read whole
 
+_FRONTS = {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}  # the shapes of errors, by the path's beginning
+
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -62,7 +64,7 @@ class Gateway:
         if scope["type"] != "http":
             return
         start, http = time.monotonic(), HttpRequest(scope, receive)
-        front = {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(scope["path"], CHAT)
+        front = next((front for path, front in _FRONTS.items() if scope["path"].startswith(path)), CHAT)
         status = 499
         try:
             status = await self._serve(http, front, send)
@@ -188,7 +190,8 @@ class Gateway:
             if status == 200 and isinstance(content, dict):
                 models = content.get("data")
                 for each in models if isinstance(models, list) else ():
-                    found.setdefault(str(each.get("id")), each)
+                    if isinstance(each, dict):
+                        found.setdefault(str(each.get("id")), each)
         if not any(status == 200 for status, _ in replies):
             return json_response(replies[0][1], replies[0][0])
         return json_response({"object": "list", "data": list(found.values())})
@@ -201,7 +204,8 @@ class Gateway:
         failed = [(status, content) for status, content in replies if status != 200]
         if failed:
             return json_response(failed[0][1], failed[0][0])
-        return json_response({"blocks": sum(content["blocks"] for _, content in replies)})
+        counts = (content.get("blocks") for _, content in replies if isinstance(content, dict))
+        return json_response({"blocks": sum(count for count in counts if isinstance(count, int))})
 
     async def _ask_all(self, http: HttpRequest) -> list[tuple[int, Any]]:
         """Send a request without a body to all servers that work; return each status and content."""

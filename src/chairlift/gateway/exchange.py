@@ -90,11 +90,11 @@ class Exchange:
         return b""
 
     async def read_all(self, most: int) -> bytes:
-        """Return the whole body, at most `most` bytes of it."""
+        """Return the body; of a longer one, its first `most` bytes and what arrived with them: `read` has the rest."""
         found = b""
         while len(found) < most and (part := await self.read()):
             found += part
-        return found[:most]
+        return found
 
     @property
     def can_be_reused(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from chairlift.apis.front import Front, named_events, sse
 from chairlift.gateway.asks import Read
 from chairlift.gateway.backend import Backend
-from chairlift.gateway.exchange import Exchange, Lost
+from chairlift.gateway.exchange import Exchange, Headers, Lost
 from chairlift.gateway.pool import Pool
 from chairlift.routing.router import End, Route
 from chairlift.serving.admission import Ticket
@@ -35,6 +35,11 @@ _BUSY = (429, 502, 503, 504)  # another server may take the request
 _ERROR = 64 << 10  # bytes of an error's body
 _EVENT = 1 << 20  # bytes of an event that are held back until it is complete
 _BYTES_A_TOKEN = 4  # of a reply that is not streamed
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # servers other than ours may end lines with a carriage return
+# The beginnings of a stream whose first event is an error: of chats and completions, messages, and responses.
+_FAILED_STREAMS = (b'data: {"error"', b"event: error", b"event: response.created")
+_UNAVAILABLE = (b"service_unavailable", b"overloaded_error")
+_NO_MODEL = (b'"model_not_found"', b'"not_found_error"')
 # Headers of one connection, not of the request; and those that are written again.
 _OWN = {
     *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"),
@@ -63,7 +68,7 @@ class Answer:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers for the client."""
-        found = [pair for pair in self.exchange.headers if pair[0].lower() not in _OWN]
+        found = passed_on(self.exchange.headers)
         if not self.is_whole:
             return found
         length = (b"content-length", b"%d" % len(self.first))
@@ -110,8 +115,9 @@ class Forward:
         path = http.scope.get("raw_path") or http.url.path.encode()
         query = http.scope["query_string"]
         self._target = (path.partition(b"?")[0] + (b"?" + query if query else b"")).decode("latin-1")
-        dropped = {*_OWN, b"content-length", SEND_TO.encode(), PROOF.encode()}
-        self._headers = [pair for pair in http.headers.raw if pair[0].lower() not in dropped]
+        self._headers = passed_on(http.headers.raw, {b"content-length", SEND_TO.encode(), PROOF.encode()})
+        self._events = 0  # of the reply's stream that were passed on
+        self._is_in_event = False  # whether the client has the beginning of an event alone
 
     async def run(self, send: Any) -> int:
         """Send the request and pass the reply on; return its status."""
@@ -172,6 +178,9 @@ class Forward:
                 lost.append(f"{backend.name}: {error}")
                 pool.suspect(backend)
                 continue
+            except BaseException:  # the client has disconnected, also while another server computed its prompt
+                route.end("aborted")
+                raise
             if not self._is_refusal(answer):
                 self._answer = answer
                 return answer
@@ -213,23 +222,26 @@ class Forward:
         try:
             exchange = await backend.send(self._http.method, self._target, self._headers, self._body.raw)
             first = await (exchange.read_all(_ERROR) if exchange.status >= 400 else exchange.read())
-        except BaseException as error:
+        except BaseException:
             if exchange is not None:
                 backend.release(exchange)
-            if not isinstance(error, Lost):
-                route.end("aborted")
             raise
         return Answer(backend, route, exchange, first)
 
     def _is_refusal(self, answer: Answer) -> bool:
         """Whether another server may answer better."""
-        if answer.status == 404 and (b'"model_not_found"' in answer.first or self._http.method == "GET"):
+        if answer.status == 404 and (_has(_NO_MODEL, answer.first) or self._http.method == "GET"):
             if self._read.model:
                 self._pool.lacks(self._read.model, answer.backend.name)
             return True
-        # A stream that begins with an error event: its engine ended before the first token.
-        is_error = answer.is_stream and answer.first.startswith((b'data: {"error"', b"event: error"))
-        return answer.status in _BUSY or (is_error and b"service_unavailable" in answer.first)
+        return answer.status in _BUSY or self._is_failed_stream(answer)
+
+    def _is_failed_stream(self, answer: Answer) -> bool:
+        """Whether a stream has an error and no text: its engine ended before the first token."""
+        first = answer.first
+        if not answer.is_stream or not first.startswith(_FAILED_STREAMS) or not _has(_UNAVAILABLE, first):
+            return False
+        return b"event: response.created" not in first or b"\nevent: error" in first
 
     def _refuse(self, busy: list[Answer], lost: list[str]) -> Answer:
         """Return the reply that says most: the soonest retry of full servers, or the last refusal."""
@@ -253,7 +265,10 @@ class Forward:
             if answer.is_stream:
                 part, rest = whole_events(rest + part)
             if part:
-                self._ticket.count(part.count(b"\n\n") if answer.is_stream else len(part) // _BYTES_A_TOKEN)
+                events = sum(map(part.count, _EVENT_ENDS))
+                self._events += events
+                self._is_in_event = not part.endswith(_EVENT_ENDS)
+                self._ticket.count(events if answer.is_stream else len(part) // _BYTES_A_TOKEN)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             part = b"" if answer.is_whole else await answer.exchange.read()
         await send({"type": "http.response.body", "body": rest, "more_body": False})
@@ -266,7 +281,19 @@ class Forward:
                 connection.wire.abort()
             return
         failure = unavailable("the server ended in the middle of the answer")
-        await send({"type": "http.response.body", "body": error_events(self._front, failure), "more_body": False})
+        events = b"\n\n" * self._is_in_event + error_events(self._front, failure, self._events)
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+
+def passed_on(headers: Headers, more: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
+    """Return the headers for the next hop, without those of this connection, which its own header names, and `more`."""
+    named = b",".join(value for name, value in headers if name.lower() == b"connection")
+    dropped = {*_OWN, *more, *(each.strip().lower() for each in named.split(b","))}
+    return [pair for pair in headers if pair[0].lower() not in dropped]
+
+
+def _has(words: Iterable[bytes], text: bytes) -> bool:
+    return any(word in text for word in words)
 
 
 def whole_events(data: bytes) -> tuple[bytes, bytes]:
@@ -275,14 +302,16 @@ def whole_events(data: bytes) -> tuple[bytes, bytes]:
     >>> whole_events(b"data: 1\\n\\ndata: 2")
     (b'data: 1\\n\\n', b'data: 2')
     """
-    end = data.rfind(b"\n\n") + 2
-    return (data[:end], data[end:]) if end >= 2 and len(data) - end < _EVENT else (data, b"")
+    end = max((data.rfind(line) + len(line) for line in _EVENT_ENDS if line in data), default=0)
+    return (data[:end], data[end:]) if len(data) - end < _EVENT else (data, b"")
 
 
-def error_events(front: Front, failure: Failure) -> bytes:
-    """Return the last events of a stream that failed, in the shape of its API."""
+def error_events(front: Front, failure: Failure, number: int) -> bytes:
+    """Return the last events of a stream that failed after `number` events, in the shape of its API."""
+    error = failure.error
     if front.name == "messages":
-        return named_events([{"type": "error", **front.error(failure.error, failure.status, "")}])
+        return named_events([{"type": "error", **front.error(error, failure.status, "")}])
     if front.name == "responses":
-        return named_events([{"type": "error", **failure.error, "sequence_number": 0}])
-    return sse({"error": failure.error}) + b"data: [DONE]\n\n"
+        shown = {name: error[name] for name in ("code", "message", "param")}
+        return named_events([{"type": "error", **shown, "sequence_number": number}])
+    return sse({"error": error}) + b"data: [DONE]\n\n"

@@ -237,9 +237,8 @@ class KvStore:
 
     def _accept(self, value: bytes, place: int) -> bool:
         """Copy a value to its slot; False if it is damaged."""
-        mark, checksum = _HEAD.unpack_from(value)
-        content = memoryview(value)[_HEAD.size :]
-        if mark != _MARK or len(content) != self._blocks.block_bytes or zlib.crc32(content) != checksum:
+        head, content = value[: _HEAD.size], memoryview(value)[_HEAD.size :]
+        if len(content) != self._blocks.block_bytes or head != _HEAD.pack(_MARK, zlib.crc32(content)):
             log.warning("a block of the KV store is damaged and is computed again")
             return False
         self._memory(self._in, place)[:] = content

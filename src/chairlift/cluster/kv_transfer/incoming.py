@@ -72,12 +72,21 @@ class Connection:
                 raise LinkError("blocks were sent behind the end of their prompt, or of no prompt")
             self._granted.difference_update(slots)
         if self._way == "tcp":
-            size = self._incoming.blocks.block_bytes
-            memory = memoryview(self._raw.numpy().data)
-            for slot in slots:
-                wire.read_into(self._link, memory[slot * size : (slot + 1) * size])
+            try:
+                self._fill(slots)
+            except LinkError:  # the sender has ended within a block: without these, the region would never be dropped
+                with self._lock:
+                    self._granted.update(slots)
+                raise
         key = prompt.key[: (first + len(slots)) * block]
         self._incoming.arrived(Arrived(prompt.salt, key, first, [self._first + slot for slot in slots]))
+
+    def _fill(self, slots: list[int]) -> None:
+        """Read the bytes of blocks that are sent over the connection itself."""
+        size = self._incoming.blocks.block_bytes
+        memory = memoryview(self._raw.numpy().data)
+        for slot in slots:
+            wire.read_into(self._link, memory[slot * size : (slot + 1) * size])
 
     def _free(self, slots: list[int]) -> None:
         """Let the sender fill slots again; called by the engine's thread."""
@@ -110,6 +119,7 @@ class Incoming:
         self._layout, self._key, self._exchange = layout, key, exchange
         self._kind = address.partition(":")[0]
         self.connections = 0
+        self._lock = Lock()  # of that number, which many threads change
         self.reader, self._writer = os.pipe()  # readable when blocks have arrived
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
@@ -128,7 +138,7 @@ class Incoming:
             if self.connections >= MAX_CONNECTIONS:
                 link.close()
                 continue
-            self.connections += 1
+            self._count(1)
             Thread(target=self._serve, args=(link,), name="kv-receive", daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
@@ -156,7 +166,11 @@ class Incoming:
             if connection is not None:
                 connection.close()
             link.close()
-            self.connections -= 1
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.connections += more
 
     def _problem(self, hello: wire.Message) -> str | None:
         """Return why a sender is refused."""

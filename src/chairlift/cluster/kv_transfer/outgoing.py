@@ -228,6 +228,7 @@ class Outgoing:
             return
         first, transfer.sent = transfer.sent, full
         if not transfer.peer.send(transfer, first, blocks[first:full]):
+            transfer.peer.put(End(transfer.number))  # or the receiver would keep the prompt for the whole connection
             transfer.peer = None  # the receiver is gone or does not read: it computes the rest itself
         else:
             self.sent += full - first
