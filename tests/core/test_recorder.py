@@ -215,6 +215,31 @@ def test_records_are_bounded_and_say_how_many_steps_they_skip() -> None:
     assert record is not None and len(record["steps"]) == MOST_STEPS and record["skipped"] == 30
 
 
+def test_a_preempted_request_keeps_the_time_of_its_first_token() -> None:
+    class Clock:
+        time = 0.0
+
+        def now(self) -> float:
+            return self.time
+
+    clock, pool = Clock(), BlockPool(8, 16)
+    engine = Engine(Scheduler(Limits(2, 128, 128, 8), pool), Instant(), clock)
+    for name in ("old", "young"):
+        engine.submit(Request(name, [1] * 32, SamplingParams(max_tokens=64, ignore_eos=True)))
+    recorder = Recorder(engine)
+    events = []
+    while engine.has_work:
+        clock.time += 1
+        engine.step()
+        events += (recorder.take() or {}).get("events", [])
+    assert [event[0] for event in events].count("preempt") > 0
+    firsts = [event[5] for event in events if event[0] == "end"]
+    assert len(firsts) == 2 and all(0 < first <= 2e6 for first in firsts), (
+        "preempted or not, it came in the first steps"
+    )
+    assert not recorder._away
+
+
 def test_the_look_has_the_head_of_the_queue_in_the_words_of_explain() -> None:
     engine = engine_of(4, waiting=30)
     recorder = Recorder(engine)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from chairlift.core.step import Step, StepResult
 from chairlift.engine.engine import Engine
 from chairlift.serving.assets import asset
 from chairlift.serving.messages import Watch
-from chairlift.serving.page import MOST_UNREAD, MOST_VIEWERS, Viewer
+from chairlift.serving.page import MOST_UNREAD, MOST_VIEWERS, Page, Viewer
 from chairlift.serving.watching import Watching
 
 SECRET = "zebra zebra zebra"
@@ -126,6 +127,13 @@ def test_a_page_that_is_opened_later_learns_which_sequences_run(server: Running)
             assert [lane[1] for lane in lanes] == ["long-one"]
             step = until(other, "steps", replica)["steps"][0]
             assert step[5], "the first step that a new page sees names its rows"
+
+
+def test_a_page_that_stays_open_is_sent_new_beginnings_so_that_what_it_saves_has_one(tiny_model: Path) -> None:
+    often = {"chairlift.serving.page._RENEW_EVERY": 0.1, "chairlift.serving.page._BEGIN_EVERY": 2}
+    with running(tiny_model, fake=True, constants=often) as server, events(server) as stream:
+        first, second = until(stream, "start")["start"], until(stream, "start")["start"]
+        assert second["epoch"] == first["epoch"] and second["at"] > first["at"]
 
 
 def test_prompts_are_in_the_stream_only_where_the_operator_allows_it(tiny_model: Path) -> None:
@@ -229,6 +237,73 @@ def test_an_engine_records_only_while_it_is_asked_to_and_sends_ten_times_a_secon
     clock.time += 2
     watching.send(clock.time)
     assert engine.on_applied is None, "the lease has expired"
+
+
+def running_engine(clock: Clock) -> Engine:
+    engine = Engine(Scheduler(Limits(4, 64, 400, 8), BlockPool(100, 16)), Instant(), clock)
+    engine.submit(Request("a", [1] * 8, SamplingParams(max_tokens=390, ignore_eos=True)))
+    engine.step()
+    return engine
+
+
+def test_a_second_process_is_sent_a_beginning_although_it_asks_for_none() -> None:
+    """After a restart of the engine, each process renews what the one before had been asked for."""
+    clock, first, second = Clock(), Line(), Line()
+    engine = running_engine(clock)
+    watching = Watching(engine, lambda request: request.id)
+    watching.renew(first, Watch(9.0, False), clock.time)  # type: ignore[arg-type]
+    watching.send(clock.time)
+    watching.renew(second, Watch(9.0, False), clock.time)  # type: ignore[arg-type]
+    engine.step()
+    clock.time += 0.2
+    watching.send(clock.time)
+    assert [lane[1] for lane in second.sent[0]["start"]["lanes"]] == ["a"]
+    assert second.sent[0]["steps"][0][5], "the first step that it sees names its rows"
+
+
+def test_a_process_that_was_behind_goes_on_from_a_new_beginning() -> None:
+    clock, line = Clock(), Line()
+    engine = running_engine(clock)
+    watching = Watching(engine, lambda request: request.id)
+    watching.renew(line, Watch(9.0, True), clock.time)  # type: ignore[arg-type]
+    for line.has_room in (True, False, True, True):
+        engine.step()
+        clock.time += 0.2
+        watching.send(clock.time)
+    engine.step()
+    clock.time += 0.2
+    watching.send(clock.time)
+    begun, *others = line.sent
+    assert "start" in begun and "start" in others[0], "the steps between cannot be understood without those it missed"
+    assert others[0]["start"]["epoch"] == begun["start"]["epoch"] and others[0]["start"]["number"] >= 2
+
+
+def test_an_engine_goes_on_when_a_recording_cannot_begin() -> None:
+    def name_of(request: Request) -> str:
+        raise RuntimeError("a bug")
+
+    clock, line = Clock(), Line()
+    engine = running_engine(clock)
+    watching = Watching(engine, name_of)
+    watching.renew(line, Watch(2.0, True), clock.time)  # type: ignore[arg-type]
+    engine.step()
+    assert engine.on_applied is None and engine.scheduler.counters.failed == 0
+
+
+def test_prompts_that_cannot_be_decoded_cost_a_record_and_not_the_answers() -> None:
+    class Tokenizer:
+        def decode(self, tokens: list[int]) -> str:
+            raise IndexError("no such token")
+
+    client, viewer = SimpleNamespace(hello=None, trouble=None), Viewer()
+    fleet = SimpleNamespace(clients={"a": client})
+    model: Any = SimpleNamespace(name="m", fleet=fleet, reader=SimpleNamespace(tokenizer=Tokenizer()))
+    page = Page([model], shows_prompts=True)
+    page._viewers.add(viewer)
+    client.on_record(json.dumps({"start": {"lanes": [[0, [9]]]}}).encode())
+    assert viewer._size == 0
+    client.on_record(json.dumps({"start": {"lanes": []}}).encode())
+    assert viewer._size > 0
 
 
 @pytest.mark.parametrize("bad_call", [1, 2], ids=["at once", "later"])

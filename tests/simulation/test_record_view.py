@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift import cli
+from chairlift.core.errors import ChairliftError
 from chairlift.engine import record_file
 
 
@@ -75,3 +76,11 @@ def test_a_recording_that_cannot_be_written_is_named_before_anything_runs(tmp_pa
     command = ["simulate", "uniform", "--requests", "2", "--record-view", str(tmp_path / "none" / "run.jsonl")]
     done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 1 and "there is no such folder" in str(done.exception)
+
+
+def test_a_full_disk_is_named_as_such() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    with pytest.raises(ChairliftError, match="/dev/full cannot be written: No space left on device"):
+        record_file.RecordFile(full, "some run").close()

@@ -21,10 +21,11 @@ class RecordFile:
     """Records engines, each under a name, from `record` to its end or to that of the file."""
 
     def __init__(self, path: Path, title: str) -> None:
+        self._path = path
         try:
             self._file = path.open("w")
         except OSError as error:
-            raise ChairliftError(f"{path} cannot be written: {error.strerror or error}; name another file") from None
+            raise self._trouble(error) from None
         self._write({"kind": KIND, "version": VERSION, "title": title})
 
     def record(
@@ -57,7 +58,13 @@ class RecordFile:
         return end
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise self._trouble(error) from None
+
+    def _trouble(self, error: OSError) -> ChairliftError:
+        return ChairliftError(f"{self._path} cannot be written: {error.strerror or error}; name another file")
 
     def __enter__(self) -> RecordFile:
         return self
@@ -69,4 +76,7 @@ class RecordFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._trouble(error) from None

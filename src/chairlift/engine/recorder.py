@@ -56,6 +56,7 @@ class Recorder:
         self._prefills: dict[int, int] = {}  # known tokens of the rows in prefill
         self._almost: set[int] = set()  # rows in prefill with one token left, or of which little is known
         self._firsts: dict[int, int] = {}  # when rows got their first token, if that was seen
+        self._away: dict[Sequence, int] = {}  # the same of sequences that were preempted
         self._rows: list[int] | None = None  # of the last step in the record
         self._steps: list[tuple[Any, ...]] = []
         self._events: list[tuple[Any, ...]] = []
@@ -97,6 +98,7 @@ class Recorder:
         budget = planner.budget
         self._start = {
             "at": self._since(self._engine.clock.now()),
+            "epoch": int(self._epoch * 1e6),  # another one is another recorder, with times and numbers of its own
             "max_sequences": limits.max_sequences,
             "step_tokens": planner.prefill.step_tokens,
             "target_us": int(budget.target * 1e6) if isinstance(budget, LatencyBudget) else None,
@@ -192,25 +194,28 @@ class Recorder:
         ended = [row for row, each in self._lanes.items() if each.phase is is_done and each not in reasons]
         for row in ended:
             self._end(row, None, self._last_end)
+        for sequence in [each for each in self._away if each.phase is is_done]:
+            del self._away[sequence]
 
     def _place(self, plan: StepPlan, end: int) -> None:
         """Open the lanes of sequences that take a row in this step."""
         placed = {(id(each.request.sampling), each.index): each for each in plan.placed}
         for newcomer in plan.newcomers:  # not the row of a sequence itself: a later plan may have changed it
             row, sequence = newcomer.row, placed[id(newcomer.sampling), newcomer.index]
-            if self._lanes.get(row) is sequence:  # a beam that continues another one, or is back after a failed step
-                if row in plan.rows and plan.starts[plan.rows.index(row)] + 1 < len(newcomer.tokens):
-                    self._prefills[row] = len(newcomer.tokens)
-                continue
+            is_computed = row not in plan.rows or plan.starts[plan.rows.index(row)] + 1 >= len(newcomer.tokens)
+            if self._lanes.get(row) is sequence and is_computed:
+                continue  # a beam that continues another one, or is back after a failed step
             if row in self._lanes or sequence in self._row_of:
                 for old in {row, self._row_of.get(sequence, row)} & self._lanes.keys():
                     self._event("preempt", old, 0)  # by a step that failed
-                    self._forget(old)
+                    self._leave(old)
             self._open(row, sequence)
+            if sequence in self._away:
+                self._firsts[row] = self._away.pop(sequence)
             is_fork = sequence.index > 0 and row not in plan.rows and row in plan.sample_rows
             self._event("admit", *self._lane(row, sequence, len(newcomer.tokens), is_fork=is_fork))
             if is_fork:
-                self._firsts[row] = end
+                self._firsts.setdefault(row, end)
             else:
                 self._prefills[row] = len(newcomer.tokens)
 
@@ -255,7 +260,7 @@ class Recorder:
                 known = prefills.pop(row)
                 self._almost.discard(row)
                 if known == self._lanes[row].prompt_length:
-                    self._firsts[row] = end
+                    self._firsts.setdefault(row, end)
             elif start + count == prefills[row] - 1:
                 self._almost.add(row)
         return found or 0
@@ -264,7 +269,7 @@ class Recorder:
         for sequence in plan.preempted:
             if (row := self._row_of.get(sequence)) is not None:
                 self._event("preempt", row, int(bool(sequence.saved)))
-                self._forget(row)
+                self._leave(row)
 
     def _end(self, row: int, reason: str | None, end: int) -> None:
         sequence = self._lanes[row]
@@ -278,6 +283,12 @@ class Recorder:
     def _open(self, row: int, sequence: Sequence) -> None:
         self._lanes[row] = sequence
         self._row_of[sequence] = row
+
+    def _leave(self, row: int) -> None:
+        """Close the lane of a preempted sequence; its first token came when it came."""
+        if row in self._firsts:
+            self._away[self._lanes[row]] = self._firsts[row]
+        self._forget(row)
 
     def _forget(self, row: int) -> None:
         del self._row_of[self._lanes.pop(row)]

@@ -7,6 +7,8 @@ sent, unless the prompts in it are to be shown.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
@@ -19,10 +21,12 @@ from chairlift.serving.messages import Watch
 from chairlift.serving.replying import Message, Send, Streamed, until_disconnected
 from chairlift.serving.served import ServedModel
 
+log = logging.getLogger("chairlift")
 MOST_VIEWERS = 16
 MOST_UNREAD = 4 << 20  # bytes that a viewer has not read; beyond them it misses some steps
 _RENEW_EVERY = 2.0  # seconds
 _LEASE = 6.0  # seconds that an engine records without being asked again
+_BEGIN_EVERY = 15  # renewals between two new beginnings: what a page saves must begin with one, whatever it drops
 PROMPT_TOKENS = 64  # of each prompt's end, where prompts are shown
 
 
@@ -107,9 +111,9 @@ class Page:
                 client.watch(Watch(_LEASE, is_new, self._prompt_tokens))
 
     async def _renew(self) -> None:
-        while True:
+        for number in itertools.count(1):
             await asyncio.sleep(_RENEW_EVERY)
-            self._ask()
+            self._ask(is_new=number % _BEGIN_EVERY == 0)
             self._send(self._state())
 
     def _state(self) -> bytes:
@@ -131,7 +135,11 @@ class Page:
 
     def _tell(self, model: ServedModel, label: bytes, record: bytes) -> None:
         if self._prompt_tokens:
-            record = with_prompts(record, model)
+            try:
+                record = with_prompts(record, model)
+            except Exception:  # of the tokenizer; the engine's other messages must not suffer from it
+                log.exception("the prompts of the live page could not be decoded")
+                return
         self._send(label + record[1:] + b"\n\n")
 
     def _send(self, event: bytes) -> None:

@@ -65,7 +65,7 @@ class ViewApp:
         """Return the page, which learns from its root element that there is a recording."""
         page = asset(INDEX)
         assert page is not None
-        name = html.escape(self._file.name, quote=True).encode()
+        name = html.escape(self._file.name, quote=True).encode(errors="replace")
         body = bytes(page.body).replace(b"<html ", b'<html data-recording="' + name + b'" ', 1)
         kept = ("content-length", "content-type", "etag")
         headers = {name: value for name, value in page.headers.items() if name not in kept}

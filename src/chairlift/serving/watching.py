@@ -27,20 +27,24 @@ class Watching:
         self._engine = engine
         self._name_of = name_of
         self._until: dict[Link, float] = {}
+        self._missing: set[Link] = set()  # HTTP processes that were not sent a record, and need a new beginning
         self._recorder: Recorder | None = None
         self._next = 0.0
 
     def renew(self, link: Link, order: Watch, now: float) -> None:
-        """Send records to an HTTP process for a while."""
+        """Send records to an HTTP process for a while, from a beginning if it asks for one or was sent none."""
+        is_new = order.is_new or link not in self._until
+        try:
+            if self._recorder is None:
+                self._recorder = Recorder(self._engine, self._name_of, order.prompt_tokens)
+                self._engine.on_applied = self._guarded(self._engine.on_applied)
+            elif is_new:
+                self._send(self._recorder)  # or what has happened would be lost
+                self._begin()
+        except Exception as error:
+            self._give_up(error)
         self._until[link] = now + order.seconds
-        if self._recorder is None:
-            self._recorder = Recorder(self._engine, self._name_of, order.prompt_tokens)
-            self._engine.on_applied = self._guarded(self._engine.on_applied)
-        elif order.is_new:
-            self._send(self._recorder)
-            if self._recorder is not None:
-                self._recorder.begin()
-        self._next = 0.0 if order.is_new else self._next
+        self._next = 0.0 if is_new else self._next
 
     def send(self, now: float) -> None:
         """Send what has happened, if an HTTP process asked for it and it is time."""
@@ -49,24 +53,32 @@ class Watching:
             return
         self._next = now + _SEND_EVERY
         self._until = {link: until for link, until in self._until.items() if now < until}
+        self._missing &= self._until.keys()
         if self._until:
-            self._send(recorder)
+            try:
+                self._send(recorder)
+                if any(link.has_room for link in self._missing):
+                    self._begin()
+            except Exception as error:
+                self._give_up(error)
         else:
             recorder.close()
             self._recorder = None
 
+    def _begin(self) -> None:
+        """Let the next record have all that a new reader must know."""
+        if self._recorder is not None:
+            self._recorder.begin()
+            self._missing = {link for link in self._missing if not link.has_room}
+
     def _send(self, recorder: Recorder) -> None:
-        """Send to every HTTP process that reads what it is sent; those that do not must ask for a new beginning."""
-        try:
-            record = recorder.take()
-        except Exception as error:
-            self._give_up(error)
-            return
+        """Send to every HTTP process that reads what it is sent; the others are sent a new beginning later."""
+        record = recorder.take()
         if record is not None:
             message = Watched(_encode(record))
             for link in self._until:
-                if link.has_room:
-                    link.send(message)
+                if link in self._missing or not link.has_room or not link.send(message):
+                    self._missing.add(link)  # what follows cannot be understood without it
 
     def _guarded(self, applied: Applied) -> Applied:
         """Return a function that records a step, and stops recording if that fails: no request may suffer from it."""
