@@ -87,7 +87,7 @@ class Running:
         mine = [(pid, args) for pid, parent, args in lines if int(parent) == self.process.pid]
         return [int(pid) for pid, args in mine if any(name in args for name in names)]
 
-    def wait_until(self, condition: Any, seconds: float = 20.0) -> float:
+    def wait_until(self, condition: Any, seconds: float = 90.0) -> float:
         """Seconds until something holds; an error if it never does."""
         start = time.monotonic()
         while not condition():
@@ -176,7 +176,7 @@ def _started(command: list[str], environment: dict[str, str] | None) -> Iterator
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGTERM)
-                process.wait(10)
+                process.wait(60)
 
 
 def _lines_up_to(log: IO[str], word: str, process: subprocess.Popen[bytes]) -> list[str]:

@@ -28,7 +28,8 @@ class Port(Protocol):
 def drive(engine: Engine, port: Port) -> None:
     """Run steps until the port is closed or the engine has a fault."""
     now = engine.clock.now
-    while port.is_open() and engine.fault is None:
+    # The fault first: a port that is asked once more would tell its callers that the engine works.
+    while engine.fault is None and port.is_open():
         # A static batch that is not full yet has work, but nothing to compute.
         port.receive(engine.pause if engine.has_work else inf)
         if engine.has_work:

@@ -128,8 +128,8 @@ class EngineLoop:
 
     def report(self, outcome: Outcome, seconds: float) -> None:
         """Send a step's updates."""
-        # A step as long as this one must not count as stuck.
-        self._patience = max(self._patience, 3 * seconds)
+        if self._engine.fault is None:  # else this step has hung, and the silence since it began must count as such
+            self._patience = max(self._patience, 3 * seconds)  # a step as long as this one must not count as stuck
         # A plan that computes nothing is not reported: one message each would flood the HTTP process.
         self._send_updates(outcome, seconds if outcome or self._engine.last_tokens else 0.0)
         self._has_run = True
