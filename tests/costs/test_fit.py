@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -51,3 +52,35 @@ def test_no_coefficient_is_negative_and_few_steps_are_refused() -> None:
     assert min(cost.fixed, cost.weights, cost.token, cost.context, cost.pair, cost.sample) >= 0
     with pytest.raises(ChairliftError, match="12 steps measured, and a cost model needs 40"):
         fit(steps[:12])
+
+
+def seconds_of_kernels(work: Work) -> float:
+    """A device whose kernels for few rows are faster than its matrix product, and whose rows are padded to 8."""
+    rows = work.tokens if work.tokens <= 4 else 8 * -(-work.tokens // 8)
+    linear = 0.004 + 0.003 * rows if work.tokens <= 4 else 0.02 + 0.0006 * rows
+    return linear + 2e-6 * work.context + 3e-7 * work.pairs + 0.001 * work.prompts
+
+
+def test_kernels_for_few_rows_are_in_the_curve() -> None:
+    r, steps = random.Random(0), []
+    for _ in range(600):
+        decodes, prompt = r.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32]), r.choice([0, 0, 40, 120, 250])
+        context = sum(r.randint(16, 400) for _ in range(decodes))
+        work = Work(decodes + prompt, context, pairs_of(0, prompt), decodes + bool(prompt), int(prompt > 0))
+        steps.append(MeasuredStep(work, seconds_of_kernels(work) * (1 + r.gauss(0, 0.03))))
+    found = fit(steps)
+    assert found.p90_error < 0.08
+    root = replace(found.cost, curve=())
+    for tokens in (1, 2, 4, 8, 16):
+        work = Work(tokens, 200 * tokens, 0, tokens)
+        assert found.cost.seconds(work) == pytest.approx(seconds_of_kernels(work), rel=0.1)
+    assert root.seconds(Work(1, 200, 0, 1)) > 1.2 * seconds_of_kernels(Work(1, 200, 0, 1))
+    assert found.cost.seconds(Work(1000, 0, 0, 1)) > found.cost.seconds(Work(400, 0, 0, 1))  # beyond what was measured
+
+
+def test_the_mean_is_right_though_some_steps_are_slow() -> None:
+    r = random.Random(3)
+    steps = [step._replace(seconds=step.seconds * (1.9 if r.random() < 0.2 else 1.0)) for step in steps_of(GPU, 0.05)]
+    found = fit(steps)
+    total = sum(step.seconds for step in steps)
+    assert sum(found.cost.seconds(step.work) for step in steps) == pytest.approx(total, rel=0.03)

@@ -32,11 +32,10 @@ def test_the_command_writes_a_file_and_prints_tables(tiny_model: Path, tmp_path:
     found = json.loads(file.read_text())
     assert (found["device"], found["dtype"]) == ("cpu", "float32")
     assert found["rates"]["read_bytes_s"] > 0 and found["rates"]["flops_s"] > 0
-    assert {(each["matrix"], each["rows"]) for each in found["products"]} == {
-        (name, rows)
-        for name in machine.matrices(outline(read_config(SHAPES["stories15m"]))[0])
-        for rows in machine.ROWS
-    }
+    names = machine.matrices(outline(read_config(SHAPES["stories15m"]))[0])
+    products = {(each["matrix"], each["rows"]) for each in found["products"]}
+    assert products <= {(name, rows) for name in names for rows in machine.ROWS}
+    assert products >= {(name, machine.ROWS[0]) for name in names}  # on a busy machine, large ones are left out
     assert Cost(**found["cost"]).token > 0
     assert found["launch_s"] is found["to_device_bytes_s"] is found["to_host_bytes_s"] is None
 

@@ -6,10 +6,12 @@ import gc
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from chairlift.bench.drive import Driver, MixResult
 from chairlift.core.budget import work_of
+from chairlift.core.cost import Cost
 from chairlift.core.plan import StepPlan
 from chairlift.core.settings import Settings
 from chairlift.core.words import counted
@@ -22,7 +24,10 @@ from chairlift.simulation.run import Simulation
 from chairlift.traffic.mixes import Mix
 from chairlift.traffic.query import Query
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # requests of a wave
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512)  # requests of a wave
+_LONE = 16  # requests that find the engine idle
+_LONE_TOKENS = 32
+_LONE_GAP = 20  # times the seconds that one takes
 _ANSWER = 24  # tokens
 _PAUSE = 0.3  # of a step's seconds: after a longer pause the engine was idle, not slow
 METRICS = ("ttft", "tpot")
@@ -78,7 +83,25 @@ def calibrate(built: Built, notice: Callable[[str], None] = lambda _: None) -> F
         built.engine.clear_prefix_cache()
         StepRecorder(built.engine, mix, steps).run()
         built.engine.clear_prefix_cache()
-    return fit(steps)
+    found = fit(steps)
+    notice("requests that find the engine idle")
+    return replace(found, wake=wake_of(built, found.cost))
+
+
+def wake_of(built: Built, cost: Cost, seed: int = 0) -> float:
+    """Return the seconds from an arrival at an idle engine to its first token, beyond those of its step.
+
+    The driver's sleep and the submission are in it, and caches, threads and clocks that must wake up.
+    """
+    length = min(_LONE_TOKENS, built.limits.max_length - 2, built.limits.step_tokens)
+    expected = cost.prompt_seconds(length) + cost.sample
+    r = random.Random(seed)
+    gap = max(0.05, _LONE_GAP * expected)
+    ids = [[r.randrange(built.config.vocab_size) for _ in range(length)] for _ in range(_LONE)]
+    queries = [Query(prompt, 1, at=gap * number) for number, prompt in enumerate(ids, 1)]
+    result = Driver(built.engine, Mix("lone requests", queries, cap=1, lengths_are_known=True)).run()
+    built.engine.clear_prefix_cache()
+    return max(0.0, median(record.ttft for record in result.records) - expected)
 
 
 def hardware_of(built: Built, found: Fit) -> Hardware:
@@ -89,7 +112,8 @@ def hardware_of(built: Built, found: Fit) -> Hardware:
         built.capacity.kv_tokens,
         built.capacity.block_size,
         built.engine.overlap,
-        0,
+        kv_bytes=built.capacity.bytes_per_token,
+        wake=found.wake,
     )
 
 

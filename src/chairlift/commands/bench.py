@@ -148,7 +148,11 @@ def serve(
         typer.Option(help="completions sends prompts as token ids, chat as text of about that length."),
     ] = "completions",
     workload: Annotated[
-        str, typer.Option(help="uniform, lognormal, uniform256, uniform512, single, prefill8k, cpu64, or a JSONL file.")
+        str,
+        typer.Option(
+            help="uniform, lognormal, groups, chats, a mix such as chats*3+uniform (docs/simulation.md), uniform256, "
+            "uniform512, single, prefill8k, cpu64, or a JSONL file."
+        ),
     ] = "uniform",
     requests: Annotated[
         int | None, typer.Option(help="Largest number of requests (default: all; 64 of uniform and lognormal).", min=1)
@@ -166,8 +170,9 @@ def serve(
     arrivals: Annotated[
         str,
         typer.Option(
-            help="poisson, constant, burst, or a recording (JSONL or CSV: timestamp in seconds, prompt_tokens and "
-            "output_tokens, or as Mooncake, Azure or BurstGPT name them), which gives the lengths too."
+            help="poisson, constant, burst, diurnal, or a recording (of chairlift serve --record, or JSONL or CSV "
+            "with timestamp in seconds, prompt_tokens and output_tokens, or as Mooncake, Azure or BurstGPT name them), "
+            "which gives the lengths too."
         ),
     ] = "poisson",
     burstiness: reports.Burstiness = None,

@@ -58,6 +58,7 @@ RARE_OPTIONS = {
     "cors_origin",
     "tls_cert",
     "tls_key",
+    "record",
     "tool_parser",
     "metrics_compat",
     "otlp_endpoint",

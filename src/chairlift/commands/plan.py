@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.commands.options import duration
+from chairlift.commands.options import duration as seconds
 from chairlift.commands.reports import (
+    Burstiness,
     JsonFile,
     OutputTokens,
     PromptTokens,
@@ -20,14 +23,15 @@ from chairlift.commands.reports import (
     progress_bar,
     show,
     write_numbers,
+    write_text,
 )
-from chairlift.commands.simulate import read_queries
+from chairlift.commands.traffic import Arrivals, Duration, Rate, Trace, read_traffic
 from chairlift.core.errors import ChairliftError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from chairlift.simulation.planning import Candidate, Plan, Verdict
+    from chairlift.simulation.planning import Candidate, Plan, Point, Verdict
 
 # Approximate prices of an hour in dollars, in the cloud, in 2025: give your own with --price.
 _PRICES = {"a100": 1.8, "h100": 2.8, "h200": 3.5, "b200": 5.5, "l40s": 1.0, "mi300x": 2.5}
@@ -35,21 +39,19 @@ _LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
 
 
 def plan(
-    trace: Annotated[
-        str, typer.Argument(help="A recording (JSONL or CSV), or a workload: uniform, lognormal, uniform256, ...")
-    ],
+    trace: Trace,
     model: Annotated[
         str, typer.Option("--model", "-m", help="A model's shape, or a folder with a config.json; no weights are read.")
     ] = "llama-3.1-8b",
     hardware: Annotated[str, typer.Option(help="The chips to consider, separated by commas.")] = "h200",
     ttft_p99: Annotated[
-        float | None, typer.Option(parser=duration, metavar="TIME", help="The first token of 99% of all answers.")
+        float | None, typer.Option(parser=seconds, metavar="TIME", help="The first token of 99% of all answers.")
     ] = None,
     tpot_p99: Annotated[
-        float | None, typer.Option(parser=duration, metavar="TIME", help="The time per output token of 99%.")
+        float | None, typer.Option(parser=seconds, metavar="TIME", help="The time per output token of 99%.")
     ] = None,
     e2e_p99: Annotated[
-        float | None, typer.Option(parser=duration, metavar="TIME", help="The whole answer of 99%.")
+        float | None, typer.Option(parser=seconds, metavar="TIME", help="The whole answer of 99%.")
     ] = None,
     tensor_parallel: Annotated[
         str, typer.Option(help="Devices per copy to consider, separated by commas.")
@@ -59,11 +61,18 @@ def plan(
     price: Annotated[
         list[str] | None, typer.Option(help="Price of a device's hour, such as h200=3.5; repeatable.")
     ] = None,
-    rate: Annotated[str | None, typer.Option(help="Requests per second, or x2 for twice the trace's own rate.")] = None,
+    rate: Rate = None,
+    arrivals: Arrivals = "poisson",
+    burstiness: Burstiness = None,
+    duration: Duration = None,
     requests: Annotated[int | None, typer.Option(help="Plan for only the first so many requests.", min=1)] = None,
     prompt_tokens: PromptTokens = "16..256",
     output_tokens: OutputTokens = "16..256",
     workload_seed: TrafficSeed = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the capacity curves, requests a second against p99, to this SVG file."),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find the cheapest configurations that hold latency targets on a trace, by simulating them.
@@ -72,16 +81,20 @@ def plan(
     """
     from chairlift.core.settings import Settings
     from chairlift.costs.shape import shape_of
-    from chairlift.simulation.planning import candidates, search
+    from chairlift.simulation.planning import busiest, candidates, capacity_curve, rate_of, search
     from chairlift.simulation.workers import started
 
     targets = {"ttft": ttft_p99, "tpot": tpot_p99, "e2e": e2e_p99}
     wanted = {name: limit for name, limit in targets.items() if limit is not None}
     if not wanted:
         raise ChairliftError("there is no target to hold: give --ttft-p99 1s, --tpot-p99 50ms or --e2e-p99 10s")
-    check_files(json_file)
+    check_files(json_file, plot)
+    if plot is not None and plot.suffix != ".svg":
+        raise ChairliftError(f"--plot is {plot}, and capacity curves are drawn as SVG: use a name that ends in .svg")
     prices = read_prices(price or [])
-    queries = read_queries(trace, rate, requests, prompt_tokens, output_tokens, workload_seed)
+    lengths = prompt_tokens, output_tokens
+    traffic = read_traffic(trace, rate, requests, *lengths, workload_seed, arrivals, burstiness, duration)
+    queries = list(traffic.queries)
     formats = [
         (bits, kind) for bits in _numbers("weight-bits", weight_bits, (16, 8, 4)) for kind in kv_dtype.split(",")
     ]
@@ -105,8 +118,17 @@ def plan(
     ):
         notice(f"simulating {len(found)} placements of {model}")
         made = search(found, workers.check, cost, wanted, threads, advance)
+        busy = rate_of(busiest(queries))
+        curves = {}
+        if made.holding and busy and (plot or json_file):
+            notice("simulating other rates")
+            for label, each in compared(made, model):
+                curves[label] = capacity_curve(workers.at_rate, each, busy, wanted, threads)
     show(tables(made, model, trace, cost))
-    write_numbers(json_file, _numbers_of(made, model, cost))
+    numbers = {label: [asdict(point) for point in points] for label, points in curves.items()}
+    write_numbers(json_file, {**_numbers_of(made, model, cost), "curves": numbers})
+    if plot is not None and curves:
+        write_text(plot, curves_picture(curves, wanted))
     for verdict in made.holding[:1]:
         print(verdict.candidate.command(model))
 
@@ -164,9 +186,43 @@ def tables(made: Plan, model: str, trace: str, cost: Any) -> Group:
     return Group(*parts)
 
 
+def compared(made: Plan, model: str) -> list[tuple[str, Candidate]]:
+    """Return the configurations of the capacity plot: the cheapest, and its placement with default settings."""
+    best = made.holding[0].candidate
+    plain = replace(best, settings=(), apart=None, replicas=len(best.roles))
+    found = [(best.command(model), best)]
+    return found if plain == best else [*found, (plain.command(model), plain)]
+
+
+def curves_picture(curves: Mapping[str, Sequence[Point]], targets: Mapping[str, float]) -> str:
+    """Return a plot of each target's 99th percentile by requests a second."""
+    from chairlift.report.svg import chart, stacked
+
+    return stacked(
+        [
+            chart(
+                f"{_LABELS[name]} at the 99th percentile",
+                "ms",
+                {
+                    label: [(point.rate, point.ms[name]) for point in points if name in point.ms]
+                    for label, points in curves.items()
+                },
+                x_label="requests a second",
+                is_log=True,
+                is_marked=True,
+                limits={f"target: {1000 * limit:g} ms": 1000 * limit},
+            )
+            for name, limit in targets.items()
+        ]
+    )
+
+
 def _describe(verdict: Verdict) -> str:
     each = verdict.candidate
-    return f"{each.devices} {each.hardware}, {each.ranks} a copy, {each.bits}-bit weights, KV {each.kv_dtype}"
+    chosen = "".join(f", {name.replace('_', '-')} {value}" for name, value in each.settings)
+    apart = "" if each.apart is None else ", {} prefill to {} decode".format(*each.apart)
+    placed = f"{each.devices} {each.hardware}, {each.ranks} a copy, {each.bits}-bit weights, KV {each.kv_dtype}"
+    return placed + chosen + apart
 
 
 def _reason(verdict: Verdict) -> str:

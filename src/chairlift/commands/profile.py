@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from chairlift.costs.machine import Machine
 
 
+_SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of a step
+
+
 def profile(
     shape: Annotated[
         str,
@@ -72,6 +75,13 @@ def fit_table(found: Fit, shape: str) -> Table:
         ("a thousand cached tokens read by decodes", scaled(1000 * cost.context, "s")),
         ("a thousand pairs of prompt tokens", scaled(1000 * cost.pair, "s")),
         ("each sampled token", scaled(cost.sample, "s")),
+        ("each part of a prompt", scaled(cost.prompt, "s")),
+        ("the first step of an idle engine, more", scaled(found.wake, "s")),
+        *(
+            (f"{counted(int(tokens), 'token')}, by the curve", scaled(cost.fixed + seconds, "s"))
+            for tokens, seconds in cost.curve
+            if tokens in _SHOWN
+        ),
         ("error on held-out steps, median and p90", f"{found.median_error:.1%}, {found.p90_error:.1%}"),
         ("error of their sum", f"{found.bias:+.1%}"),
     ]

@@ -22,7 +22,10 @@ RecordView = Annotated[
     typer.Option(help="Write what the scheduler did, step by step, to this file, for `chairlift view`."),
 ]
 PromptTokens = Annotated[
-    str, typer.Option(help="Prompt lengths of uniform and lognormal: LOW..HIGH, one length, or MEAN:LOW..HIGH.")
+    str,
+    typer.Option(
+        help="Prompt lengths of drawn requests: LOW..HIGH, one length, MEAN:LOW..HIGH, or MEAN:p99=LENGTH (lognormal)."
+    ),
 ]
 OutputTokens = Annotated[str, typer.Option(help="Answer lengths, in the same format.")]
 TrafficSeed = Annotated[int, typer.Option(help="Another seed draws other lengths, tokens and arrival times.")]
@@ -69,7 +72,15 @@ def need_matplotlib(flag: str, without: str) -> None:
 def write_numbers(file: Path | None, summary: dict[str, Any], indent: int | None = 2) -> None:
     """Write all numbers as JSON, if a file was given."""
     if file is not None:
-        file.write_text(json.dumps(summary, indent=indent) + "\n")
+        write_text(file, json.dumps(summary, indent=indent) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ChairliftError(f"{file} cannot be written: {error.strerror or error}; name another file") from None
 
 
 def show(table: Any) -> None:
@@ -80,7 +91,7 @@ def show(table: Any) -> None:
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
+def progress_bar(total: int | None) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
     """Show the current run and the progress of all runs on stderr; without a terminal, only each run's name."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

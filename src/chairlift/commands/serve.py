@@ -134,6 +134,15 @@ def serve(
         str | None,
         typer.Option(help="URL that receives OpenTelemetry traces over HTTP; needs pip install 'chairlift[otel]'."),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append a line for every request to this file, for chairlift simulate and plan: its time, lengths, "
+            "tenant and prompt blocks, the last two hashed with a random key; never content. Use it to plan hardware "
+            "for your own traffic.",
+            metavar="FILE",
+        ),
+    ] = None,
     ui: Annotated[
         bool,
         typer.Option(
@@ -164,6 +173,7 @@ def serve(
     from chairlift.core.settings import Settings
     from chairlift.routing.pools import roles_of
     from chairlift.serving.keys import digest_of
+    from chairlift.serving.recording import prepare
     from chairlift.text.parsers import DIALECTS
 
     chosen = Settings.of(**settings)  # rejects a wrong value before a process is started
@@ -194,6 +204,8 @@ def serve(
         read_key(cluster_key)
     if kv_store is not None:
         Address.of(kv_store)  # rejects a wrong URL before loading
+    if record is not None:
+        prepare(record)
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     models = named_models(model, served_model_name)
     for each in models.values():
@@ -228,6 +240,7 @@ def serve(
         tool_parser=tool_parser,
         metrics_compat=metrics_compat,
         otlp_endpoint=otlp_endpoint,
+        record=None if record is None else str(record.absolute()),
         ui=ui,
         ui_prompts=ui_prompts,
         log_format=log_format,

@@ -11,6 +11,7 @@ import typer
 
 from chairlift.commands.options import with_settings
 from chairlift.commands.reports import (
+    Burstiness,
     JsonFile,
     OutputTokens,
     PromptTokens,
@@ -20,41 +21,52 @@ from chairlift.commands.reports import (
     progress_bar,
     show,
     write_numbers,
+    write_text,
 )
+from chairlift.commands.traffic import Arrivals, Duration, Rate, Trace, read_traffic
 from chairlift.core.errors import ChairliftError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from chairlift.traffic.query import Query
-
 _LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "step": "step, weighted by its tokens"}
 
 
 def simulate(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            help="A recording (JSONL or CSV as Azure, Mooncake or BurstGPT publish them), or a workload: uniform, "
-            "lognormal, uniform256, ..."
-        ),
-    ],
+    trace: Trace,
     model: Annotated[
         str, typer.Option("--model", "-m", help="A model's shape, or a folder with a config.json; no weights are read.")
     ] = "llama-3.1-8b",
     hardware: Annotated[
         str, typer.Option(help="a100, h100, h200, b200, l40s, mi300x, or a file of `chairlift profile`.")
     ] = "h200",
-    replicas: Annotated[int, typer.Option(help="Copies of the model, each on its own devices.", min=1)] = 1,
+    replicas: Annotated[
+        int | None, typer.Option(help="Copies of the model, each on its own devices (default: 1).", min=1)
+    ] = None,
+    role: Annotated[
+        str,
+        typer.Option(
+            help="Compute prompts and answers in different replicas, as chairlift serve does: how many for each, such "
+            "as prefill=1,decode=2.",
+            metavar="ROLES",
+        ),
+    ] = "both",
+    kv_link: Annotated[
+        float | None,
+        typer.Option(
+            help="With --role: gigabytes a second from one replica to another (default: the chip's link to its host).",
+        ),
+    ] = None,
     routing: Annotated[
         Literal["cache-aware", "least-loaded", "session", "round-robin"],
         typer.Option(help="How requests are divided among replicas."),
     ] = "cache-aware",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share each copy of the model.", min=1)] = 1,
     weight_bits: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits of each weight.")] = "16",
-    rate: Annotated[
-        str | None, typer.Option(help="Requests per second, or x2 for twice the trace's own rate; inf: all at once.")
-    ] = None,
+    rate: Rate = None,
+    arrivals: Arrivals = "poisson",
+    burstiness: Burstiness = None,
+    duration: Duration = None,
     requests: Annotated[int | None, typer.Option(help="Simulate only the first so many requests.", min=1)] = None,
     prompt_tokens: PromptTokens = "16..256",
     output_tokens: OutputTokens = "16..256",
@@ -65,6 +77,14 @@ def simulate(
             help="A latency limit of a good answer in milliseconds, such as ttft:1000 or tpot:50; repeatable."
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a report with plots of latencies, batch and KV cache over time to this HTML file."),
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(help="Write steps and requests to this JSON file, which ui.perfetto.dev shows on a time axis."),
+    ] = None,
     record_view: RecordView = None,
     json_file: JsonFile = None,
     *,
@@ -74,16 +94,22 @@ def simulate(
 
     Nothing is downloaded and no GPU is used.
     """
+    from dataclasses import replace
+
     from chairlift.bench.serve_report import read_targets
     from chairlift.core.settings import Settings
     from chairlift.costs.hardware import chip
     from chairlift.costs.shape import shape_of
     from chairlift.engine.record_file import RecordFile
+    from chairlift.routing.pools import roles_of
+    from chairlift.simulation.html import report
     from chairlift.simulation.replica import Hardware
     from chairlift.simulation.run import Simulation
+    from chairlift.simulation.trace_file import TraceFile
 
-    check_files(json_file, record_view)
-    queries = read_queries(trace, rate, requests, prompt_tokens, output_tokens, workload_seed)
+    check_files(json_file, record_view, html, perfetto)
+    lengths = prompt_tokens, output_tokens
+    traffic = read_traffic(trace, rate, requests, *lengths, workload_seed, arrivals, burstiness, duration)
     chosen = Settings.of(**settings)
     limits = {name: limit / 1000 for name, limit in read_targets(target or []).items()}
     if hardware.endswith(".json"):
@@ -91,21 +117,30 @@ def simulate(
     else:
         shape = shape_of(model, int(weight_bits), chosen.cache.kv_dtype)
         made = Hardware.of(shape, chip(hardware), chosen, tensor_parallel)
-    simulation = Simulation(made, chosen, replicas=replicas, routing=routing, targets=limits)
+    if kv_link is not None:
+        if not kv_link > 0:
+            raise ChairliftError(f"--kv-link is {kv_link:g}: use gigabytes a second above 0")
+        made = replace(made, link=1e9 * kv_link)
+    roles = roles_of(role, replicas)
+    simulation = Simulation(made, chosen, roles=roles, routing=routing, targets=limits)
     began = time.perf_counter()
-    with ExitStack() as stack, progress_bar(len(queries)) as (notice, advance):
+    with ExitStack() as stack, progress_bar(traffic.count) as (notice, advance):
         notice(f"simulating {trace}")
         if record_view is not None:
             file = stack.enter_context(RecordFile(record_view, f"{trace}, simulated: {model} on {hardware}"))
             simulation.record(file, model)
-        outlook = simulation.run(queries, advance)
+        if perfetto is not None:
+            stack.enter_context(TraceFile(perfetto)).watch(simulation)
+        outlook = simulation.run(traffic.queries, advance)
     took = time.perf_counter() - began
-    devices = replicas * tensor_parallel
+    devices = len(roles) * tensor_parallel
     summary = {
         "trace": trace,
         "model": model,
         "hardware": hardware,
         "devices": devices,
+        "roles": roles,
+        "settings": settings,
         "kv_tokens": made.kv_tokens,
         "targets_ms": {name: 1000 * limit for name, limit in limits.items()},
         **outlook.summary(),
@@ -113,47 +148,11 @@ def simulate(
     }
     show(tables(summary))
     write_numbers(json_file, {**summary, "series": [each.rows() for each in outlook.series]})
+    if html is not None:
+        write_text(html, report(summary, outlook))
 
 
 simulate_command = with_settings(simulate, groups=("cache", "scheduling"))
-
-
-def read_queries(
-    trace: str, rate: str | None, requests: int | None, prompt_tokens: str, output_tokens: str, seed: int
-) -> list[Query]:
-    """Return the requests of a recording or a workload, at the rate asked for."""
-    from dataclasses import replace
-
-    from chairlift.traffic.arrivals import Demand, at_rate
-    from chairlift.traffic.traces import read_trace
-    from chairlift.traffic.workloads import Lengths
-
-    factor, number = read_rate(rate)
-    path = Path(trace)
-    if path.suffix.lower() in (".csv", ".jsonl", ".json"):
-        found = read_trace(path)[:requests]
-        return [replace(each, at=each.at / factor) for each in found] if factor else at_rate(found, number)
-    if factor:
-        raise ChairliftError(f"--rate {rate} multiplies a recording's rate, and {trace} is a workload: give a number")
-    lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
-    return Demand(trace, requests, *lengths, seed=seed, rate=number).queries()
-
-
-def read_rate(text: str | None) -> tuple[float | None, float | None]:
-    """Read a rate as (factor, None) or (None, requests per second).
-
-    >>> read_rate("x2"), read_rate("0.5"), read_rate(None)
-    ((2.0, None), (None, 0.5), (None, None))
-    """
-    if text is None:
-        return None, None
-    try:
-        number = float(text.removeprefix("x"))
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise ChairliftError(f"--rate is {text!r}: use requests per second such as 20, or x2 for twice the trace's own")
-    return (number, None) if text.startswith("x") else (None, number)
 
 
 def tables(summary: dict[str, Any]) -> Group:
@@ -161,7 +160,7 @@ def tables(summary: dict[str, Any]) -> Group:
     from rich.console import Group
 
     from chairlift.core.words import counted
-    from chairlift.report.numbers import rounded
+    from chairlift.report.numbers import rounded, scaled
     from chairlift.report.tables import table
 
     done, cached = summary["requests"], summary["cached_tokens"] / max(1, summary["prompt_tokens"])
@@ -171,14 +170,19 @@ def tables(summary: dict[str, Any]) -> Group:
         ("requests/s", f"{summary['requests_s']:,.2f}"),
         ("output tok/s", f"{summary['output_tok_s']:,.1f}"),
         ("prompt and output tok/s", f"{summary['total_tok_s']:,.1f}"),
+        ("prompt tokens", f"{summary['prompt_tokens']:,}"),
+        ("output tokens", f"{summary['output_tokens']:,}"),
+        ("peak concurrency", f"{summary['peak_concurrency']:,}"),
         ("prompt tokens found in the prefix cache", f"{cached:.1%}"),
         ("KV cache of a replica, tokens", rounded(summary["kv_tokens"])),
         ("preemptions", f"{summary['preemptions']:,}"),
+        *([("KV sent to decode replicas", scaled(summary["sent_bytes"], "B"))] if summary["sent_bytes"] else []),
         ("devices busy", f"{summary['busy']:.1%}"),
     ]
     if summary["targets_ms"]:
         limits = ", ".join(f"{_LABELS[name]} {limit:g} ms" for name, limit in summary["targets_ms"].items())
-        rows.append((f"within {limits}", f"{summary['good']:.2%}"))
+        good = summary["good"]
+        rows.append((f"goodput, requests/s (within {limits})", f"{good * summary['requests_s']:,.2f} ({good:.2%})"))
     times = [(_LABELS[name], *(f"{value:,.1f}" for value in found.values())) for name, found in summary["ms"].items()]
     head = f"{summary['model']} on {counted(summary['devices'], summary['hardware'])}, simulated: {summary['trace']}"
     note = f"{counted(summary['steps'], 'step')} in {summary['took']:.1f} s; step times are predicted, not measured"

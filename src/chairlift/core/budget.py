@@ -43,10 +43,11 @@ class LatencyBudget:
 
 def work_of(step: StepPlan) -> Work:
     """Return a planned step's work for the cost model."""
-    context = pairs = 0
+    context = pairs = prompts = 0
     for start, count in zip(step.starts, step.counts, strict=True):
         if count <= 1 + MAX_DRAFTS:  # its tokens read the context together
             context += start
         else:
             pairs += pairs_of(start, count)
-    return Work(step.tokens, context, pairs, len(step.samples))
+            prompts += 1
+    return Work(step.tokens, context, pairs, len(step.samples), prompts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import hypot, inf, sqrt
 
 _RATE = 0.1  # share of each step's prediction error that corrects the model
 _SANE = 4.0  # times the prediction: a longer step was delayed by something else and counts as this long
@@ -17,6 +18,7 @@ class Work:
     context: int = 0  # cached tokens that decodes read
     pairs: int = 0  # (prompt token, earlier token or itself), for attention
     samples: int = 0  # tokens that are chosen: the head computes their logits
+    prompts: int = 0  # slices of prompts
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class Cost:
     both where they differ, and more where they are equal, since kernels overlap the two only in part.
 
     The coefficients start from measured or published hardware figures; `learn` corrects them with each finished step.
+    A measured `curve` gives the seconds of the linear layers by tokens, where kernels for few rows make the root wrong.
+    Only simulations have one: it is not corrected, and budgets are computed from the root.
     """
 
     fixed: float = 1e-3
@@ -35,19 +39,34 @@ class Cost:
     context: float = 0.0
     pair: float = 0.0
     sample: float = 0.0
+    prompt: float = 0.0  # of each prompt slice, beside its tokens
     block_copy: float = 1e-4  # to move one block between the device and the host
+    curve: tuple[tuple[float, float], ...] = ()  # (tokens, seconds), by tokens; linear between two
 
     def seconds(self, work: Work) -> float:
         """Predict the seconds of a step with this work."""
-        return self._others(work) + hypot(self.weights, self.token * work.tokens)
+        linear = self._measured(work.tokens) if self.curve else hypot(self.weights, self.token * work.tokens)
+        return self._others(work) + linear
+
+    def _measured(self, tokens: int) -> float:
+        """Return the curve's seconds; beyond its end, each token takes as long as in the largest steps."""
+        curve = self.curve
+        place = bisect_right(curve, (tokens, inf))
+        if place == len(curve):
+            last, seconds = curve[-1]
+            return seconds + self.token * (tokens - last)
+        above, high = curve[place]
+        below, low = curve[place - 1] if place else curve[0]
+        return low + (high - low) * (tokens - below) / (above - below) if above > below else high
 
     def _others(self, work: Work) -> float:
         """Predict the seconds of all but the linear layers."""
-        return self.fixed + self.context * work.context + self.pair * work.pairs + self.sample * work.samples
+        attention = self.context * work.context + self.pair * work.pairs
+        return self.fixed + attention + self.sample * work.samples + self.prompt * work.prompts
 
     def prompt_seconds(self, tokens: int, start: int = 0) -> float:
         """Predict the seconds to prefill `tokens` prompt tokens after the first `start`."""
-        return self.seconds(Work(tokens, 0, pairs_of(start, tokens)))
+        return self.seconds(Work(tokens, 0, pairs_of(start, tokens), prompts=1))
 
     def tokens_within(self, seconds: float, work: Work, start: int) -> int:
         """Return how many more prompt tokens, from position `start`, fit in a step of `seconds` that has `work` now.
@@ -85,6 +104,7 @@ class Cost:
             "context": self.context * work.context,
             "pair": self.pair * work.pairs,
             "sample": self.sample * work.samples,
+            "prompt": self.prompt * work.prompts,
         }
         squares = sum(part**2 for part in parts.values())
         if not squares:

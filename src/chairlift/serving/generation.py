@@ -19,6 +19,7 @@ from chairlift.serving.failures import Failure, broken, from_request, timed_out,
 from chairlift.serving.fleet import Fleet
 from chairlift.serving.messages import REFUSED, AnswerUpdate, Submit, decode_top, encode
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.recording import Recording, Served
 from chairlift.serving.reply_jobs import AnswerPart, OutputPart, decode_entries
 from chairlift.text.message import PLAIN, MessageFormat
 from chairlift.text.outputs import Chunk, RequestOutput
@@ -259,7 +260,15 @@ class Generation:
             prefill=None if first is None or started is None else first - started,
             decode=None if first is None else now - first,
         )
+        if self._group.recording is not None and reason != FinishReason.ERROR.value:
+            self._group.recording.add(self._served())
         self._group.wake()
+
+    def _served(self) -> Served:
+        terms, answers = self._group.terms, self.output.outputs
+        lengths = [len(answer.token_ids) for answer in answers]
+        arrival, prompt = self._group.arrival, self.asked.prompt
+        return Served(arrival, prompt, lengths, terms.tenant, terms.endpoint, terms.priority, terms.salt)
 
     def release(self) -> None:
         """Release its ticket: the client has read the answer or disconnected."""
@@ -277,6 +286,7 @@ class Answering:
     timeout: float | None
     streams: bool  # whether the reply is streamed
     backlog: Backlog = field(default_factory=Backlog)
+    recording: Recording | None = None
     arrival: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     failure: Failure | None = None

@@ -18,6 +18,7 @@ from chairlift.serving.keys import Keyring
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.page import Page
 from chairlift.serving.plan import Plan
+from chairlift.serving.recording import Recording
 from chairlift.serving.served import ModelParts
 from chairlift.serving.service import Service
 from chairlift.serving.traces import Traces
@@ -74,6 +75,7 @@ class HttpProcess:
             self._keyring,
             traces=self._traces,
             page=Page(served, shows_prompts=self._plan.ui_prompts) if self._plan.ui else None,
+            recording=Recording.open(self._plan.record, self._plan.folder) if self._plan.record else None,
             timeout=self._plan.timeout,
             max_body=self._plan.max_body,
             role=self._plan.role,
@@ -100,6 +102,8 @@ class HttpProcess:
         watching.cancel()
         for model in self.models:
             await model.texts.close()
+        if service.recording is not None:
+            await asyncio.to_thread(service.recording.close)
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
 

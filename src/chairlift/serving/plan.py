@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     tool_parser: str | None = None
     metrics_compat: str | None = None
     otlp_endpoint: str | None = None
+    record: str | None = None  # file that gets a line for every request, for simulations
     ui: bool = True  # serve the live page
     ui_prompts: bool = False  # let it show the ends of prompts
     log_format: str = "auto"

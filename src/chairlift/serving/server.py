@@ -25,6 +25,7 @@ from chairlift.serving.http_server import listen
 from chairlift.serving.keys import Keyring
 from chairlift.serving.listening import allow_files
 from chairlift.serving.plan import EnginePlan, Plan
+from chairlift.serving.recording import make_key
 from chairlift.serving.served import ModelParts, shared_accounts
 from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.workers import Helpers
@@ -46,6 +47,8 @@ async def serve(plan: Plan, say: Callable[[str], None]) -> int:
         if plan.workers > 1:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "metrics")
             (folder / "metrics").mkdir()
+        if plan.record is not None:
+            make_key(plan.folder)
         beats = [Beat() for _ in plan.engines]
         supervisors = [
             Supervisor(job_of(plan, engine, beat), beat, plan.engine_command)

@@ -26,6 +26,7 @@ from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
 from chairlift.serving.page import Page
 from chairlift.serving.pieces_response import PiecesResponse
+from chairlift.serving.recording import Recording
 from chairlift.serving.reply_jobs import Reply
 from chairlift.serving.replying import EventStream, until_disconnected
 from chairlift.serving.scores import ScoreBudget, count_scores, with_room
@@ -52,6 +53,7 @@ class Service:
     keyring: Keyring | None
     traces: Traces | None = None
     page: Page | None = None  # the live page, if it is served
+    recording: Recording | None = None  # of the requests, if they are recorded
     timeout: float | None = None  # seconds, for requests without their own
     max_body: int = 8 << 20
     started: int = field(default_factory=lambda: int(time.time()))
@@ -205,7 +207,9 @@ class Call:
         terms = self._terms(options, "chat" if front.is_chat else "completions", session)
         model, backlog = self.model, self.backlog
         tokenizer = model.reader.tokenizer
-        answering = Answering(model.fleet, model.metrics, tokenizer, terms, timeout, options.stream, backlog)
+        answering = Answering(
+            model.fleet, model.metrics, tokenizer, terms, timeout, options.stream, backlog, self.service.recording
+        )
         self.answering = answering
         answering.start(asked, self._admit)
         self._hold(-self._held)  # from here on, admission counts its bytes

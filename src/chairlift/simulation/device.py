@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from chairlift.core.cost import Cost, Work, pairs_of
 from chairlift.core.step import Bits, Sampling, Step, StepResult
 
+IDLE = 2e-3  # seconds without a step after which the next one takes `wake` longer: caches and threads are cold
 STOP = 1  # the token that ends an answer; all others are 0
 
 
@@ -42,8 +43,9 @@ class SimulatedDevice:
     The length is the device's knowledge alone, so a policy that needs it must predict it.
     """
 
-    def __init__(self, cost: Cost, clock: VirtualClock, rows: int) -> None:
+    def __init__(self, cost: Cost, clock: VirtualClock, rows: int, wake: float = 0.0) -> None:
         self._cost = cost
+        self._wake = wake
         self._clock = clock
         self._free_at = 0.0
         self._last = [0] * rows  # position of each row's last token
@@ -53,10 +55,12 @@ class SimulatedDevice:
         """Start a step when the step before it ends."""
         for row, _, _, _, sampling in step.newcomers:
             self._last[row] = _last_position(sampling)
-        seconds = self._cost.seconds(work_of(step))
-        moved = len(step.saved) + len(step.restored) + len(step.spilled) + len(step.loaded)
+        seconds = self._cost.seconds(work_of(step)) if step.tokens else 0.0  # a step may only move blocks
+        moved = len(step.saved) + len(step.restored) + len(step.spilled) + len(step.loaded) + len(step.received)
         seconds += moved * self._cost.block_copy
         start = max(self._free_at, self._clock.now())
+        if start > self._free_at + IDLE:
+            seconds += self._wake
         self._free_at = start + seconds
         self.busy += seconds
         return Ticket(self._free_at, self._choose(step))
@@ -91,13 +95,14 @@ def work_of(step: Step) -> Work:
     decodes = len(step.counts) if step.tokens == len(step.counts) else -1
     if decodes >= 0:
         return Work(step.tokens, sum(step.starts), 0, len(step.sample_rows))
-    context = pairs = 0
+    context = pairs = prompts = 0
     for start, count in zip(step.starts, step.counts, strict=True):
         if count == 1:
             context += start
         else:
             pairs += pairs_of(start, count)
-    return Work(step.tokens, context, pairs, len(step.sample_rows))
+            prompts += 1
+    return Work(step.tokens, context, pairs, len(step.sample_rows), prompts)
 
 
 def _last_position(sampling: Sampling) -> int:

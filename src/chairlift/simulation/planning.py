@@ -15,6 +15,7 @@ from typing import Any
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.costs.hardware import Shape, chip, kv_tokens
+from chairlift.routing.pools import Role
 from chairlift.simulation.replica import Hardware
 from chairlift.simulation.run import Outlook, Simulation
 from chairlift.traffic.query import Query
@@ -22,6 +23,8 @@ from chairlift.traffic.query import Query
 MOST_REPLICAS = 64
 _WINDOW = 500  # requests of the busiest part
 _FINALISTS = 4  # configurations that are simulated on the whole trace
+ROLES = ((1, 1), (1, 2), (2, 1), (1, 3))  # prefill and decode replicas for each other, where they are apart
+SCALES = (0.25, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # of the rate, for the capacity curve
 Targets = Mapping[str, float]  # seconds at the 99th percentile, by name: ttft, tpot, e2e
 
 
@@ -34,17 +37,29 @@ class Candidate:
     bits: int  # of a weight
     kv_dtype: str
     settings: tuple[tuple[str, Any], ...] = ()
-    replicas: int = 1
+    replicas: int = 1  # or groups of prefill and decode replicas
+    apart: tuple[int, int] | None = None  # prefill and decode replicas of a group; None: all compute both
+
+    @property
+    def roles(self) -> list[Role]:
+        """The role of each replica."""
+        counts: list[tuple[Role, int]] = [("both", 1)]
+        if self.apart is not None:
+            counts = [("prefill", self.apart[0]), ("decode", self.apart[1])]
+        return [role for role, count in counts for _ in range(count * self.replicas)]
 
     @property
     def devices(self) -> int:
         """The number of devices that it needs."""
-        return self.ranks * self.replicas
+        return self.ranks * len(self.roles)
 
     def command(self, model: str) -> str:
         """Return the line that serves it."""
         parts = [f"chairlift serve {model}"]
-        if self.replicas > 1:
+        if self.apart is not None:
+            prefill, decode = (self.replicas * count for count in self.apart)
+            parts.append(f"--role prefill={prefill},decode={decode}")
+        elif self.replicas > 1:
             parts.append(f"--replicas {self.replicas}")
         if self.ranks > 1:
             parts.append(f"--tensor-parallel {self.ranks}")
@@ -80,7 +95,9 @@ def variants(targets: Targets) -> list[tuple[tuple[str, Any], ...]]:
     found: list[tuple[tuple[str, Any], ...]] = [()]
     if "tpot" in targets:
         found.append((("target_tpot", round(0.8 * targets["tpot"], 4)),))
-    found += [(("step_tokens", 2048),), (("prefill", "splitfuse"),), (("policy", "sjf"),)]
+    found += [(("step_tokens", size),) for size in (512, 1024, 2048)]
+    found += [(("prefill", mode),) for mode in ("splitfuse", "prefill-first")]
+    found += [(("policy", policy),) for policy in ("sjf", "longest-prefix")]
     return found
 
 
@@ -109,15 +126,26 @@ def busiest(queries: Sequence[Query], count: int = _WINDOW) -> list[Query]:
 
 
 def judge(
-    shapes: Mapping[tuple[int, str], Shape], targets: Targets, queries: Sequence[Query], each: Candidate
+    shapes: Mapping[tuple[int, str], Shape],
+    targets: Targets,
+    queries: Sequence[Query],
+    each: Candidate,
+    *,
+    to_the_end: bool = False,
 ) -> Verdict:
-    """Simulate a candidate."""
+    """Simulate a candidate, until it has failed or, if asked, to the end."""
     settings = Settings.of(kv_dtype=each.kv_dtype, **dict(each.settings))
     hardware = Hardware.of(shapes[each.bits, each.kv_dtype], chip(each.hardware), settings, each.ranks)
-    simulation = Simulation(hardware, settings, replicas=each.replicas, targets=targets)
-    simulation.most_missed = len(queries) // 100  # more cannot hold: the rest need not be simulated
+    simulation = Simulation(hardware, settings, roles=each.roles, targets=targets)
+    if not to_the_end:
+        simulation.most_missed = len(queries) // 100  # more cannot hold: the rest need not be simulated
     outlook = simulation.run(queries)
     return Verdict(each, strain(outlook, targets), outlook.summary())
+
+
+def faster(queries: Sequence[Query], scale: float) -> Sequence[Query]:
+    """Return the requests at a multiple of their rate."""
+    return queries if scale == 1 else [replace(each, at=each.at / scale) for each in queries]
 
 
 def strain(outlook: Outlook, targets: Targets) -> dict[str, float]:
@@ -157,6 +185,7 @@ class Plan:
 
     holding: list[Verdict]  # simulated on the whole trace
     failing: list[Verdict]
+    variants: list[Verdict]  # other schedulings and roles of the cheaper placements, at the busiest time
 
 
 def search(
@@ -170,7 +199,8 @@ def search(
     """Find the cheapest of the candidates, each with its best scheduling; `check` simulates one, on the trace if True.
 
     First each placement alone, by the replicas it needs at the busiest time. Then the cheaper half with every
-    scheduling. Then the finalists on the whole trace, with a replica more where the whole trace needs it.
+    scheduling, and with prompts and answers apart. Then the finalists on the whole trace, with a replica more where the
+    whole trace needs it.
     """
     on_part = partial(check, False)
     verdicts = []
@@ -179,17 +209,25 @@ def search(
         advance(1)
     failing = [each for each in verdicts if not each.holds]
     kept = sorted((each for each in verdicts if each.holds), key=lambda each: price(each.candidate))
-    half = kept[: max(1, len(kept) // 2)]
+    half = kept[: max(1, -(-len(kept) // 2))]
     tried = [
         replace(each.candidate, settings=settings, replicas=1) for each in half for settings in variants(targets)[1:]
     ]
-    kept = half + [each for each in workers.map(partial(replicas_needed, on_part), tried) if each.holds]
+    tried += [
+        replace(each.candidate, apart=apart, replicas=1)
+        for each in half
+        for apart in ROLES
+        if each.candidate.replicas > 1
+    ]
+    others = list(workers.map(partial(replicas_needed, on_part), tried))
+    kept = half + [each for each in others if each.holds]
     kept.sort(key=lambda each: (price(each.candidate), len(each.candidate.settings), max(each.strain.values())))
     finalists = [each.candidate for each in kept[:_FINALISTS]]
     whole = list(workers.map(partial(grown, partial(check, True)), finalists))
     advance(len(found))
     holding = sorted((each for each in whole if each.holds), key=lambda each: price(each.candidate))
-    return Plan(holding, failing + [each for each in whole if not each.holds])
+    failing += [each for each in (*others, *whole) if not each.holds]
+    return Plan(holding, failing, others)
 
 
 def grown(check: Callable[[Candidate], Verdict], each: Candidate) -> Verdict:
@@ -200,3 +238,29 @@ def grown(check: Callable[[Candidate], Verdict], each: Candidate) -> Verdict:
         if verdict.holds:
             break
     return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A configuration at one rate: requests a second, and the 99th percentiles in milliseconds by target."""
+
+    rate: float
+    ms: dict[str, float]
+
+
+def capacity_curve(
+    check: Callable[[float, Candidate], Verdict], each: Candidate, rate: float, targets: Targets, workers: Executor
+) -> list[Point]:
+    """Return what a configuration does at rates around the busiest one; `check` simulates it at a multiple of that."""
+    verdicts = workers.map(lambda scale: check(scale, each), SCALES)
+    found = []
+    for scale, verdict in zip(SCALES, verdicts, strict=True):
+        times = verdict.summary["ms"]
+        found.append(Point(scale * rate, {name: times[name]["p99"] for name in targets if name in times}))
+    return found
+
+
+def rate_of(queries: Sequence[Query]) -> float:
+    """Return requests a second; 0 if all arrive at once."""
+    span = queries[-1].at - queries[0].at if queries else 0.0
+    return (len(queries) - 1) / span if span else 0.0

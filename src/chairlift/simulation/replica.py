@@ -12,10 +12,12 @@ from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.core.exchange import Arrived
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
 from chairlift.core.prefix_cache import PrefixCache
+from chairlift.core.prefix_node import packed
 from chairlift.core.request import FinishReason, Request
 from chairlift.core.settings import Settings
 from chairlift.costs.hardware import Chip, Shape, cost_of, kv_tokens
@@ -23,7 +25,6 @@ from chairlift.engine.engine import Engine
 from chairlift.json_file import read_json
 from chairlift.simulation.device import STOP, SimulatedDevice, VirtualClock
 from chairlift.traffic.query import Query
-from chairlift.traffic.traces import BLOCK_TOKENS
 
 _IDS = 1 << 30  # token ids are names of contents here, not entries of a vocabulary
 _OWN = 1 << 29  # ids from here on name a request's own content
@@ -39,6 +40,9 @@ class Hardware:
     block_size: int
     overlap: bool
     host_tokens: int = 0
+    kv_bytes: int = 0  # of a token in all layers, for transfers between engines
+    link: float = 25e9  # bytes a second between two engines
+    wake: float = 0.0  # seconds that the first step after an idle time takes longer
 
     @staticmethod
     def of(shape: Shape, chip: Chip, settings: Settings, ranks: int = 1) -> Hardware:
@@ -49,7 +53,8 @@ class Hardware:
         sequences = wanted.max_sequences or min(256, step_tokens)
         limits = Limits(sequences, step_tokens, min(shape.max_length, room), shape.vocabulary)
         overlap = True if wanted.overlap is None else wanted.overlap
-        return Hardware(cost_of(shape, chip, ranks, size), limits, room, size, overlap, cache.host_tokens or 0)
+        cost, host = cost_of(shape, chip, ranks, size), cache.host_tokens or 0
+        return Hardware(cost, limits, room, size, overlap, host, shape.kv_bytes, chip.host)
 
     def plain(self) -> dict[str, Any]:
         """Return all numbers, for a file."""
@@ -60,9 +65,11 @@ class Hardware:
         """Read the hardware of a file of `chairlift profile`, with the limits that settings ask for."""
         try:
             found = read_json(path)["hardware"]
-            cost, limits = Cost(**found.pop("cost")), Limits(**found.pop("limits"))
+            numbers = found.pop("cost")
+            numbers["curve"] = tuple((tokens, seconds) for tokens, seconds in numbers.get("curve", ()))
+            cost, limits = Cost(**numbers), Limits(**found.pop("limits"))
             made = Hardware(cost, limits, **found)
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise ChairliftError(
                 f"{path} has no step times: write it with `chairlift profile --out {path}` on the machine"
             ) from None
@@ -81,12 +88,24 @@ class Hardware:
 class Life:
     """A request's times."""
 
+    number: int
     query: Query
     sent: float
+    started: float = inf  # the beginning of its first step
     first: float = inf
     end: float = inf
     tokens: int = 0
     error: str | None = None
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that a replica computes for another one: `send` gets the blocks as they are computed."""
+
+    number: int
+    query: Query
+    send: Callable[[int], None]  # called with the tokens computed so far
+    done: Callable[[bool], None]  # called at the end, with whether it was computed
 
 
 class Replica:
@@ -98,14 +117,16 @@ class Replica:
         size = hardware.block_size
         pool, host = (BlockPool(-(-tokens // size), size) for tokens in (hardware.kv_tokens, hardware.host_tokens))
         known = PrefixCache(pool, (host, BlockPool(0, size)), hardware.cost) if settings.cache.prefix_cache else None
-        self.device = SimulatedDevice(hardware.cost, self.clock, self.limits.max_sequences)
-        # The scheduler's own copy: it learns from the steps that it sees, as in service.
-        scheduler = assemble_scheduler(settings.scheduling, self.limits, pool, host, replace(hardware.cost), known)
+        self.device = SimulatedDevice(hardware.cost, self.clock, self.limits.max_sequences, hardware.wake)
+        # The scheduler's own copy: it learns from the steps that it sees, as in service, and has no measured curve.
+        own = replace(hardware.cost, curve=())
+        scheduler = assemble_scheduler(settings.scheduling, self.limits, pool, host, own, known)
         self.engine = Engine(scheduler, self.device, self.clock, overlap=hardware.overlap)
         self.engine.on_step = self._see
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self._on_end = on_end
         self._lives: dict[str, Life] = {}
+        self._prompts: dict[str, Prompt] = {}  # for other replicas
         self._unstarted: set[str] = set()  # requests in the batch without a token
 
     @property
@@ -130,17 +151,43 @@ class Replica:
 
     def submit(self, number: int, query: Query) -> None:
         """Queue a request at its arrival; one that can never run ends at once."""
-        life = Life(query, query.at)
+        self.receive(Life(number, query, query.at), query.at)
+
+    def receive(self, life: Life, now: float, prefilled: int = 0) -> None:
+        """Queue a request that has come here at a moment; another replica has computed so many prompt tokens of it."""
         if not self.engine.has_work:
-            self.clock.reach(query.at)
-        request = make_request(number, query, self.limits)
+            self.clock.reach(now)
+        request = make_request(life.number, life.query, self.limits, prefilled)
         try:
             self.engine.submit(request)
         except RequestError as error:
-            life.end, life.error = query.at, str(error)
+            life.end, life.error = now, str(error)
             self._on_end(life)
             return
         self._lives[request.id] = life
+
+    def compute(self, prompt: Prompt) -> None:
+        """Queue a prompt that is computed for another replica; like the server, fill it up to a whole block."""
+        query = prompt.query
+        if not self.engine.has_work:
+            self.clock.reach(query.at)
+        filler = -query.prompt_tokens % self.engine.scheduler.pool.block_size
+        request = make_request(prompt.number, replace(query, output_tokens=1), self.limits)
+        if query.prompt_tokens + filler < self.limits.max_length:
+            request.prompt.extend([0] * filler)
+        try:
+            self.engine.submit(request)
+        except RequestError:
+            prompt.done(False)
+            return
+        self._prompts[request.id] = prompt
+
+    def take_in(self, number: int, query: Query, blocks: range) -> None:
+        """Let the next step copy blocks of a prompt into the pool, where the prefix cache finds them."""
+        size = self.engine.scheduler.pool.block_size
+        tokens = make_request(number, query, self.limits).prompt[: blocks.stop * size]
+        tokens += [0] * (blocks.stop * size - len(tokens))
+        self.engine.scheduler.memory.prefixes.exchange.arrived.append(Arrived("", packed(tokens), blocks.start, blocks))
 
     def step(self) -> None:
         """Run one step, and end the requests that are complete."""
@@ -152,8 +199,12 @@ class Replica:
                 self._end(event.sequence.request.id, event.finish_reason, len(event.sequence.tokens), event.error)
 
     def _see(self, plan: StepPlan, begun: float, seconds: float) -> None:
-        """Note the first tokens of a collected step."""
-        self._unstarted.update(each.request.id for each in plan.placed if len(each.tokens) == each.prompt_length)
+        """Note the requests that a collected step began, and their first tokens."""
+        for each in plan.placed:
+            if len(each.tokens) == each.prompt_length:
+                self._unstarted.add(each.request.id)
+                if (life := self._lives.get(each.request.id)) is not None:
+                    life.started = min(life.started, begun)
         if self._unstarted:
             now = self.clock.now()
             for sequence in plan.samples:
@@ -162,11 +213,23 @@ class Replica:
                     self._unstarted.discard(id)
                     if (life := self._lives.get(id)) is not None:  # None: it ended while this step was in flight
                         life.first = min(life.first, now)
+        if self._prompts:
+            self._send(plan)
         if self.on_step is not None:
             self.on_step(plan, begun, seconds)
 
+    def _send(self, plan: StepPlan) -> None:
+        """Send the blocks that a step has computed for other replicas."""
+        for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+            prompt = self._prompts.get(sequence.request.id)
+            if prompt is not None:
+                prompt.send(start + count)
+
     def _end(self, id: str, reason: FinishReason, tokens: int, error: str | None) -> None:
         self._unstarted.discard(id)
+        if (prompt := self._prompts.pop(id, None)) is not None:
+            prompt.done(reason is FinishReason.LENGTH or reason is FinishReason.STOP)
+            return
         life = self._lives.pop(id, None)
         if life is None:
             return
@@ -175,7 +238,7 @@ class Replica:
         self._on_end(life)
 
 
-def make_request(number: int, query: Query, limits: Limits) -> Request:
+def make_request(number: int, query: Query, limits: Limits, prefilled: int = 0) -> Request:
     """Return a request with token ids that name contents: equal ids where the trace has equal prompts."""
     length = query.prompt_tokens
     if isinstance(query.prompt, list):
@@ -183,7 +246,7 @@ def make_request(number: int, query: Query, limits: Limits) -> Request:
     elif query.blocks:
         prompt = []
         for block in query.blocks:
-            prompt += [block % _OWN] * BLOCK_TOKENS
+            prompt += [block % _OWN] * query.block_tokens
         prompt = prompt[:length] + [_OWN + number % _OWN] * (length - len(prompt))
     else:
         prompt = [_OWN + number % _OWN] * length
@@ -200,4 +263,5 @@ def make_request(number: int, query: Query, limits: Limits) -> Request:
         priority=query.priority,
         deadline=None if query.deadline is None else query.at + query.deadline,
         known_length=most,
+        prefilled=prefilled,
     )

@@ -1,10 +1,14 @@
-"""Run a trace on simulated replicas: requests are routed when they arrive, and each replica steps on its own clock."""
+"""Run a trace on simulated replicas: requests are routed when they arrive, and each replica steps on its own clock.
+
+With roles, prompts and answers are computed by different replicas, chosen by the server's own pools.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -12,11 +16,12 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.settings import Settings
 from chairlift.engine.record_file import RecordFile
 from chairlift.routing.policies import Ask
+from chairlift.routing.pools import Pools, Role
 from chairlift.routing.router import Route, Router
-from chairlift.simulation.replica import Hardware, Life, Replica
+from chairlift.simulation.replica import Hardware, Life, Prompt, Replica
 from chairlift.simulation.statistics import Histogram, Series
+from chairlift.simulation.transfers import Moved, Transfers
 from chairlift.traffic.query import Query
-from chairlift.traffic.traces import BLOCK_TOKENS
 
 TARGETS = ("ttft", "tpot", "e2e")
 _TELL = 256  # requests between progress updates
@@ -35,6 +40,8 @@ class Outlook:
     output_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
+    sent_bytes: int = 0  # of KV, from prefill to decode replicas
+    peak: int = 0  # most requests that had arrived and not ended
     seconds: float = 0.0  # from the first arrival to the last token
     busy: float = 0.0  # seconds of steps, of all replicas
     good: int = 0  # requests within every target
@@ -58,6 +65,8 @@ class Outlook:
             "steps": self.steps,
             "preemptions": self.preemptions,
             "busy": self.busy / seconds / max(1, len(self.series)),
+            "peak_concurrency": self.peak,
+            "sent_bytes": self.sent_bytes,
             "good": self.good / max(1, self.finished + self.rejected),
             "ms": {name: found.summary(1000) for name, found in self.times.items() if found.count},
         }
@@ -72,19 +81,27 @@ class Simulation:
         settings: Settings,
         *,
         replicas: int = 1,
+        roles: Sequence[Role] = (),  # of each replica; none: all compute prompts and answers
         routing: str = "cache-aware",
         targets: Mapping[str, float] | None = None,  # seconds, by name in TARGETS
     ) -> None:
-        self.outlook = Outlook(series=[Series(SERIES) for _ in range(replicas)])
-        self.replicas = [Replica(hardware, settings, self._end) for _ in range(replicas)]
-        names = [str(number) for number in range(replicas)]
-        self._router = Router(names, routing) if replicas > 1 else None
+        self.roles = list(roles) or ["both"] * replicas
+        self.outlook = Outlook(series=[Series(SERIES) for _ in self.roles])
+        self.replicas = [Replica(hardware, settings, partial(self._end, number)) for number in range(len(self.roles))]
+        names = [str(number) for number in range(len(self.roles))]
+        self._router = Router(names, routing) if len(names) > 1 else None
+        self._pools = Pools(dict(zip(names, self.roles, strict=True)))
+        self._transfers = Transfers(hardware, len(names))
         self._routes: dict[int, Route] = {}
         self._recordings: list[Callable[[], None]] = []  # to be ended with the run
         self._targets = dict(targets or {})
+        self._live = 0
         self.most_missed: float = inf  # end the simulation when more requests miss a target
-        for replica, series in zip(self.replicas, self.outlook.series, strict=True):
-            replica.on_step = self._watch(replica, series)
+        # Called after each step of a replica, and at each request's end.
+        self.on_step: Callable[[int, StepPlan, float, float, dict[str, float]], None] | None = None
+        self.on_end: Callable[[int, Life], None] | None = None
+        for number, replica in enumerate(self.replicas):
+            replica.on_step = self._watch(number)
 
     def record(self, file: RecordFile, model: str) -> None:
         """Write the replicas' steps to a file, for the live page."""
@@ -94,12 +111,14 @@ class Simulation:
 
     def run(self, queries: Iterable[Query], advance: Callable[[int], None] = lambda _: None) -> Outlook:
         """Run requests, ordered by their times, to their ends; `advance` counts those that have arrived."""
-        arrivals = iter(enumerate(queries))
+        arrivals, transfers = iter(enumerate(queries)), self._transfers
         number, query = next(arrivals, (0, None))
         while not self.outlook.is_broken_off:
-            replica = min(self.replicas, key=lambda each: each.ready_at) if len(self.replicas) > 1 else self.replicas[0]
+            replica = min(self.replicas, key=_ready_at) if len(self.replicas) > 1 else self.replicas[0]
             moment = replica.ready_at
-            if query is not None and query.at <= moment:
+            if transfers.waiting and transfers.next_at <= min(moment, inf if query is None else query.at):
+                transfers.deliver()
+            elif query is not None and query.at <= moment:
                 self._submit(number, query)
                 if number % _TELL == _TELL - 1:
                     advance(_TELL)
@@ -116,18 +135,40 @@ class Simulation:
         return self.outlook
 
     def _submit(self, number: int, query: Query) -> None:
-        """Send a request to a replica."""
+        """Send a request to a replica, or its prompt to another one first."""
         self.outlook.requests += 1
+        self._live += 1
+        self.outlook.peak = max(self.outlook.peak, self._live)
         if self._router is None:
             self.replicas[0].submit(number, query)
             return
-        chain = query.blocks or (-number,)
-        route = self._router.route(Ask(query.prompt_tokens, chain, query.tenant, BLOCK_TOKENS))
+        ask = Ask(query.prompt_tokens, query.blocks or (-number,), query.tenant, query.block_tokens)
+        route = self._pools.decoding(ask, self._router, ())
         assert route is not None, "no simulated replica is ejected"
-        self._routes[id(query)] = route
-        self.replicas[int(route.name)].submit(number, query)
+        self._routes[number] = route
+        prefill = self._pools.prefilling(ask, self._router, route, ())
+        if prefill is None:
+            self.replicas[int(route.name)].submit(number, query)
+        else:
+            self._send_prompt(number, query, prefill, self.replicas[int(route.name)])
 
-    def _watch(self, replica: Replica, series: Series) -> Callable[[StepPlan, float, float], None]:
+    def _send_prompt(self, number: int, query: Query, prefill: Route, decoding: Replica) -> None:
+        """Let one replica compute a prompt and another one decode it, when it has the prompt's blocks."""
+        computing = self.replicas[int(prefill.name)]
+        moved = Moved(self._transfers, int(prefill.name), computing, decoding, number, query)
+
+        def done(was_computed: bool) -> None:
+            def decode(now: float) -> None:
+                prefill.end("finished")
+                self.outlook.sent_bytes += moved.bytes
+                decoding.receive(Life(number, query, query.at), now, query.prompt_tokens if was_computed else 0)
+
+            moved.end(decode)
+
+        computing.compute(Prompt(number, query, moved.computed, done))
+
+    def _watch(self, number: int) -> Callable[[StepPlan, float, float], None]:
+        replica, series = self.replicas[number], self.outlook.series[number]
         scheduler, times, found = replica.engine.scheduler, self.outlook.times["step"], self.outlook
         pool = scheduler.pool
 
@@ -140,18 +181,23 @@ class Simulation:
             prompts = plan.tokens - plan.counts.count(1) if plan.tokens != len(plan.counts) else 0
             values = (len(scheduler.running), len(scheduler.waiting), owned, prompts, samples)
             series.add(replica.clock.now(), values)
+            if self.on_step is not None:
+                self.on_step(number, plan, begun, seconds, dict(zip(SERIES, values, strict=True)))
 
         return see
 
-    def _end(self, life: Life) -> None:
-        """Count a request that has ended."""
+    def _end(self, number: int, life: Life) -> None:
+        """Count a request that has ended at a replica."""
         found = self.outlook
-        route = self._routes.pop(id(life.query), None)
+        self._live -= 1
+        route = self._routes.pop(life.number, None)
         if route is not None:
             route.end("rejected" if life.error is not None else "finished")
         if life.error is not None:
             found.rejected += 1
             return
+        if self.on_end is not None:
+            self.on_end(number, life)
         found.finished += 1
         found.prompt_tokens += life.query.prompt_tokens
         found.output_tokens += life.tokens
@@ -172,3 +218,7 @@ class Simulation:
         for replica in self.replicas:
             self.outlook.busy += replica.device.busy
             self.outlook.cached_tokens += replica.engine.scheduler.counters.cached_tokens
+
+
+def _ready_at(replica: Replica) -> float:
+    return replica.ready_at

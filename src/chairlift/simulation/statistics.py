@@ -47,6 +47,14 @@ class Histogram:
                 return min(float(_RATIO ** (bucket + 0.5)), self.most)
         return self.most
 
+    def curve(self) -> list[tuple[float, float]]:
+        """Return the values by the percent of all values that do not exceed them."""
+        found, seen = [], 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            found.append((100 * seen / self.count, min(float(_RATIO ** (bucket + 0.5)), self.most)))
+        return found
+
     def summary(self, scale: float = 1.0) -> dict[str, float]:
         """Return mean, percentiles and maximum, times `scale`."""
         shares = {f"p{share}": scale * self.percentile(share) for share in (50, 90, 99)}

@@ -19,7 +19,7 @@ from typing import Any
 
 from chairlift.core.errors import ChairliftError
 from chairlift.costs.hardware import Shape
-from chairlift.simulation.planning import Candidate, Targets, Verdict, busiest, judge
+from chairlift.simulation.planning import Candidate, Targets, Verdict, busiest, faster, judge
 from chairlift.traffic.query import Query
 
 
@@ -31,12 +31,19 @@ class Workers:
         for process in processes:
             self._idle.put(process)
 
-    def check(self, is_whole: bool, candidate: Candidate) -> Verdict:
-        """Simulate a candidate, on the whole trace or on its busiest part."""
+    def check(self, is_whole: bool, candidate: Candidate, scale: float = 1.0) -> Verdict:
+        """Simulate a candidate, on the whole trace or on its busiest part, until it has failed."""
+        return self._ask(candidate, is_whole=is_whole, scale=scale, to_the_end=False)
+
+    def at_rate(self, scale: float, candidate: Candidate, *, is_whole: bool = False) -> Verdict:
+        """Simulate a candidate to the end at a multiple of the trace's rate."""
+        return self._ask(candidate, is_whole=is_whole, scale=scale, to_the_end=True)
+
+    def _ask(self, candidate: Candidate, **how: Any) -> Verdict:
         process = self._idle.get()
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps([is_whole, asdict(candidate)]) + "\n")
+            process.stdin.write(json.dumps([how, asdict(candidate)]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         finally:
@@ -53,7 +60,18 @@ def started(
 ) -> Iterator[Workers]:
     """Start worker processes, and end them with the block; the traffic is written to the folder."""
     file = folder / "traffic.json"
-    kept = [[query.prompt_tokens, query.output_tokens, query.at, query.tenant, list(query.blocks)] for query in queries]
+    kept = [
+        [
+            each.prompt_tokens,
+            each.output_tokens,
+            each.at,
+            each.tenant,
+            list(each.blocks),
+            each.block_tokens,
+            each.endpoint,
+        ]
+        for each in queries
+    ]
     known = [[bits, kv_dtype, asdict(shape)] for (bits, kv_dtype), shape in shapes.items()]
     file.write_text(json.dumps({"queries": kept, "shapes": known, "targets": dict(targets)}))
     command = [sys.executable, "-m", "chairlift.simulation.workers", str(file)]
@@ -71,15 +89,17 @@ def main() -> None:
     """Simulate candidates until the input ends."""
     shared: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     queries = [
-        Query(prompt, output, at, tenant=tenant, blocks=blocks)
-        for prompt, output, at, tenant, blocks in shared["queries"]
+        Query(prompt, output, at, tenant=tenant, blocks=blocks, block_tokens=size, endpoint=endpoint)
+        for prompt, output, at, tenant, blocks, size, endpoint in shared["queries"]
     ]
     part = busiest(queries)
     shapes = {(bits, kv_dtype): Shape(**shape) for bits, kv_dtype, shape in shared["shapes"]}
     for line in sys.stdin:
-        is_whole, fields = json.loads(line)
+        how, fields = json.loads(line)
         fields["settings"] = tuple(map(tuple, fields["settings"]))
-        verdict = judge(shapes, shared["targets"], queries if is_whole else part, Candidate(**fields))
+        fields["apart"] = None if fields["apart"] is None else tuple(fields["apart"])
+        asked = faster(queries if how["is_whole"] else part, how["scale"])
+        verdict = judge(shapes, shared["targets"], asked, Candidate(**fields), to_the_end=how["to_the_end"])
         print(json.dumps([verdict.strain, verdict.summary]), flush=True)
 
 

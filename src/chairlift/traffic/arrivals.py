@@ -10,14 +10,17 @@ from itertools import accumulate, count, islice, repeat, takewhile
 from pathlib import Path
 
 from chairlift.core.errors import ChairliftError
-from chairlift.traffic.query import Query
+from chairlift.traffic.generators import generate, is_generator
+from chairlift.traffic.query import VOCABULARY, Query
 from chairlift.traffic.traces import read_trace
 from chairlift.traffic.workloads import GENERIC, Lengths, make
 
-KINDS = ("poisson", "constant", "burst")
+KINDS = ("poisson", "constant", "burst", "diurnal")
 DEFAULT_LENGTHS = Lengths(16, 256, 64)
 REQUESTS = 64  # default of a generic workload
 BURSTINESS = 0.25  # gaps with twice the standard deviation of a Poisson process
+DAY = 86_400.0  # seconds; a diurnal rate is lowest at its start
+SWING = 0.8  # of a diurnal rate around its mean: the busiest moment has nine times the requests of the quietest
 
 
 def send_times(kind: str, rate: float, burstiness: float | None = None, seed: int = 0) -> Iterator[float]:
@@ -34,9 +37,20 @@ def send_times(kind: str, rate: float, burstiness: float | None = None, seed: in
         return repeat(0.0)
     if kind == "constant":
         return (number / rate for number in count())  # a sum of gaps would drift
+    if kind == "diurnal":
+        return _diurnal(rate, random.Random(seed))
     r, shape = random.Random(seed), BURSTINESS if burstiness is None else burstiness
     gaps = (r.expovariate(rate) if kind == "poisson" else r.gammavariate(shape, 1 / (rate * shape)) for _ in count())
     return accumulate(gaps, initial=0.0)
+
+
+def _diurnal(rate: float, r: random.Random) -> Iterator[float]:
+    """Yield the times of a Poisson process whose rate follows the time of day, by thinning one of the highest rate."""
+    at = 0.0
+    while True:
+        at += r.expovariate(rate * (1 + SWING))
+        if r.random() * (1 + SWING) < 1 - SWING * math.cos(2 * math.pi * at / DAY):
+            yield at
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +82,32 @@ class Demand:
         """Return all requests of the run, ordered by send time; prompts that are texts are not encoded."""
         if self.is_recorded:
             return self._recorded()
+        if is_generator(self.workload) and self.workload not in GENERIC:
+            r = random.Random(self.seed)
+            return [query.drawn(r, self.vocab_size or VOCABULARY) for query in self.stream()]
         times, limit = self.send_times(), self.requests
         if self.workload in GENERIC:
-            if limit is None and (self.duration is None or self.rate is None or math.isinf(self.rate)):
-                limit = REQUESTS
-            times = list(islice(times, limit))
+            times = list(islice(times, self.count))
             limit = len(times)
         made = make(self.workload, limit or 0, self.prompt, self.output, self.seed).queries
         found = [replace(query, at=at) for query, at in zip(made, islice(times, limit), strict=False)]
         return [query.within(self.vocab_size) for query in found] if self.vocab_size else found
+
+    def stream(self) -> Iterator[Query]:
+        """Draw the requests of a generator one by one, as lengths and block ids, for simulations of any length."""
+        rate = math.inf if self.rate is None else self.rate
+
+        def times(share: float, seed: int) -> Iterator[float]:
+            return send_times(self.arrivals, rate * share, self.burstiness, seed)
+
+        found = generate(self.workload, self.prompt, self.output, times, self.seed)
+        return takewhile(lambda query: self._is_in_time(query.at), islice(found, self.count))
+
+    @property
+    def count(self) -> int | None:
+        """The number of requests of a generator; None: as many as its duration holds."""
+        is_endless = self.duration is None or self.rate is None or math.isinf(self.rate)
+        return REQUESTS if self.requests is None and is_endless else self.requests
 
     def _recorded(self) -> list[Query]:
         if self.burstiness is not None:

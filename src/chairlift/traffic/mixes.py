@@ -10,8 +10,9 @@ from typing import Self
 
 from chairlift.core.errors import ChairliftError
 from chairlift.traffic.arrivals import Demand
+from chairlift.traffic.generators import GENERATORS, is_generator
 from chairlift.traffic.query import VOCABULARY, Encode, Ids, Query, encoded
-from chairlift.traffic.workloads import GENERIC, NAMED, Workload
+from chairlift.traffic.workloads import NAMED, Workload
 
 SIGMA = 1.2  # of lognormal12: one answer in ten is five times as long as the median
 TENANTS = {"amber": 0.5, "birch": 1.0, "cedar": 2.0}  # answer length of each tenant, relative to the others
@@ -170,8 +171,9 @@ def make(
 
 def bench_queries(demand: Demand) -> list[Query]:
     """Return the requests of a workload or recording of `chairlift bench`."""
-    known = [*MIXES, *NAMED, *GENERIC]
-    if not demand.is_recorded and demand.workload not in known and not Path(demand.workload).is_file():
+    known = [*MIXES, *NAMED, *GENERATORS]
+    is_known = demand.workload in known or is_generator(demand.workload)
+    if not demand.is_recorded and not is_known and not Path(demand.workload).is_file():
         raise ChairliftError(f"there is no workload {demand.workload!r}: use {', '.join(known)}, or a JSONL file")
     r = random.Random(demand.seed)
     return [query.drawn(r) for query in demand.queries()]

@@ -35,6 +35,7 @@ class Query:
     priority: int = 0
     deadline: float | None = None  # seconds from `at` until the first token is due
     blocks: Sequence[int] = ()  # ids of the prompt's blocks, in traces without tokens
+    block_tokens: int = 512  # of each block; Mooncake's have 512
 
     @property
     def ids(self) -> Ids:
@@ -48,10 +49,14 @@ class Query:
         return self.prompt if isinstance(self.prompt, int) else 0 if isinstance(self.prompt, str) else len(self.prompt)
 
     def drawn(self, r: random.Random, vocab_size: int = VOCABULARY) -> Query:
-        """Return the request with random tokens if its prompt is a length."""
+        """Return the request with random tokens if its prompt is a length; equal blocks get equal tokens."""
         if not isinstance(self.prompt, int):
             return self
-        return replace(self, prompt=r.choices(range(vocab_size), k=self.prompt))
+        ids: Ids = []
+        for block in self.blocks:
+            ids += random.Random(block).choices(range(vocab_size), k=self.block_tokens)
+        ids = ids[: self.prompt]
+        return replace(self, prompt=ids + r.choices(range(vocab_size), k=self.prompt - len(ids)))
 
     def within(self, vocab_size: int) -> Query:
         """Return the request with its token ids modulo the vocabulary size."""

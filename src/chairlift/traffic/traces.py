@@ -15,10 +15,10 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.values import MOST_COUNT, one_line, show
 from chairlift.traffic.query import Query
 
-BLOCK_TOKENS = 512  # tokens per block in Mooncake's format
+BLOCK_TOKENS = 512  # tokens per block in Mooncake's format; `serve --record` writes its own number
 # Names of the arrival time, prompt length and answer length in each format, and seconds per unit of time.
 COLUMNS: tuple[tuple[str, str, str, float], ...] = (
-    ("timestamp", "prompt_tokens", "output_tokens", 1.0),
+    ("timestamp", "prompt_tokens", "output_tokens", 1.0),  # our own
     ("timestamp", "input_length", "output_length", 0.001),  # Mooncake
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens", 1.0),  # Azure
     ("Timestamp", "Request tokens", "Response tokens", 1.0),  # BurstGPT
@@ -32,10 +32,27 @@ def with_lengths(row: Any) -> Query:
     for moment, prompt, output, unit in COLUMNS:
         if moment in row and prompt in row and output in row:
             at = _seconds(row[moment], unit)
-            blocks = with_blocks(row).blocks if "hash_ids" in row else ()
-            return Query(_length(prompt, row[prompt]), _length(output, row[output]), at, blocks=blocks)
+            length, answer = _length(prompt, row[prompt]), _length(output, row[output])
+            found = Query(length, answer, at, blocks=with_blocks(row).blocks if "hash_ids" in row else ())
+            return _of_server(found, row) if "block_tokens" in row else found
     known = "; ".join(", ".join(names) for *names, _unit in COLUMNS)
     raise ValueError(f"it has {', '.join(map(str, row)) or 'nothing'}, and needs one of: {known}")
+
+
+def _of_server(query: Query, row: dict[str, Any]) -> Query:
+    """Add what only `chairlift serve --record` writes."""
+    block, priority = row["block_tokens"], row.get("priority", 0)
+    if type(block) is not int or not 0 < block <= MOST_COUNT:
+        raise ValueError(f"block_tokens is {show(block)}, not a number of tokens")
+    if len(query.blocks) * block > query.prompt_tokens:
+        raise ValueError(f"its {len(query.blocks):,} hash_ids of {block} tokens are more than its prompt")
+    if type(priority) is not int:
+        raise ValueError(f"its priority is {show(priority)}, not a whole number")
+    names = {name: row.get(name, "") for name in ("tenant", "endpoint")}
+    for name, value in names.items():
+        if not isinstance(value, str):
+            raise ValueError(f"its {name} is {show(value)}, not a text")
+    return replace(query, block_tokens=block, priority=priority, **names)
 
 
 def with_blocks(row: Any) -> Query:

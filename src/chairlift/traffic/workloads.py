@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from chairlift.core.values import MOST_COUNT, one_line, show
 from chairlift.traffic.query import Encode, Ids, Query, encoded
 
 SIGMA = 0.8  # of lognormal lengths: most are short and a few are ten times as long, as in real traffic
+_Z99 = 2.3263478740408408  # standard deviations from the mean to the 99th percentile of a normal distribution
+_FITTED_MOST = 8  # times the p99: longer lengths, of which there are hardly any, are cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +65,65 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A range of prompt or answer lengths, with the mean for lognormal ones."""
+    """A range of prompt or answer lengths, with the mean and the spread for lognormal ones."""
 
     low: int
     high: int
     mean: float
+    sigma: float = SIGMA  # of the logarithm
+    is_fitted: bool = False  # to a mean and a 99th percentile, so that it has no range of its own
 
     @staticmethod
     def parse(text: str) -> Lengths:
-        """Read LOW..HIGH, a single length, or MEAN:LOW..HIGH.
+        """Read LOW..HIGH, a single length, MEAN:LOW..HIGH, or MEAN:p99=LENGTH.
 
         >>> Lengths.parse("64:8..512")
-        Lengths(low=8, high=512, mean=64.0)
+        Lengths(low=8, high=512, mean=64.0, sigma=0.8, is_fitted=False)
         """
+        mean, _, span = text.rpartition(":")
         try:
-            mean, _, span = text.rpartition(":")
+            if span.startswith("p99="):
+                return Lengths.fitted(float(mean), float(span.removeprefix("p99=")))
             low, dots, high = span.partition("..")
             found = Lengths(int(low), int(high) if dots else int(low), 0.0)
             found = replace(found, mean=float(mean) if mean else (found.low * found.high) ** 0.5)
         except ValueError:
-            raise ChairliftError(f"{text!r} is not a length: use 128, 100..1024, or 64:8..512 with a mean") from None
+            raise ChairliftError(
+                f"{text!r} is not a length: use 128, 100..1024, 64:8..512 with a mean, or 64:p99=512"
+            ) from None
         if not 1 <= found.low <= found.mean <= found.high:
             raise ChairliftError(f"{text!r} is not a length: use 1 or more, the lower first and the mean between them")
         return found
+
+    @staticmethod
+    def fitted(mean: float, p99: float) -> Lengths:
+        """Return lognormal lengths with this mean and 99th percentile."""
+        most = mean * math.exp(_Z99**2 / 2)  # no lognormal distribution has a heavier tail
+        if not 1 <= mean < p99 < min(most, MOST_COUNT):
+            raise ChairliftError(
+                f"a mean of {mean:g} with a p99 of {p99:g} is no lognormal length: use a p99 above the mean, and less "
+                "than 14 times it"
+            )
+        sigma = _Z99 - math.sqrt(_Z99**2 - 2 * math.log(p99 / mean))
+        return Lengths(1, min(int(_FITTED_MOST * p99), MOST_COUNT), mean, sigma, is_fitted=True)
+
+    def uniform(self, r: random.Random) -> int:
+        """Draw a length between low and high."""
+        if self.is_fitted:
+            raise ChairliftError("lengths with a p99 are lognormal: use the workload lognormal, or a range LOW..HIGH")
+        return r.randint(self.low, self.high)
+
+    def lognormal(self, r: random.Random) -> int:
+        """Draw a length around the mean, within low and high."""
+        drawn = r.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return max(self.low, min(self.high, round(drawn)))
 
 
 def uniform(n: int, prompt: Lengths, output: Lengths, vocab: int = 10000, seed: int = 0) -> Workload:
     """Draw lengths uniformly between low and high."""
     r = random.Random(seed)
-    prompts = [[r.randint(0, vocab) for _ in range(r.randint(prompt.low, prompt.high))] for _ in range(n)]
-    return Workload.of("uniform", prompts, [r.randint(output.low, output.high) for _ in range(n)])
+    prompts = [[r.randint(0, vocab) for _ in range(prompt.uniform(r))] for _ in range(n)]
+    return Workload.of("uniform", prompts, [output.uniform(r) for _ in range(n)])
 
 
 def fixed(n: int, prompt: int, output: int, vocab: int = 10000, seed: int = 0) -> Workload:
@@ -115,7 +147,7 @@ def lognormal(n: int, prompt: Lengths, output: Lengths, seed: int = 0) -> Worklo
     rng = np.random.default_rng(seed)
 
     def draw(lengths: Lengths) -> list[int]:
-        drawn = rng.lognormal(np.log(lengths.mean) - SIGMA**2 / 2, SIGMA, n)
+        drawn = rng.lognormal(np.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, n)
         return [int(length) for length in np.clip(np.round(drawn), lengths.low, lengths.high)]
 
     prompts, outputs = draw(prompt), draw(output)
@@ -141,7 +173,7 @@ def make(name: str, requests: int, prompt: Lengths, output: Lengths, seed: int) 
         return GENERIC[name](requests, prompt, output, seed=seed)
     path = Path(name)
     if not path.is_file():
-        known = ", ".join([*NAMED, *GENERIC])
+        known = ", ".join([*NAMED, *GENERIC, "groups", "chats"])
         raise ChairliftError(f"there is no workload {name!r}: use {known}, or a JSONL file")
     return from_file(path, seed)
 
