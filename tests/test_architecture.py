@@ -38,6 +38,7 @@ PURE = {
     "statistics",
     "struct",
     "typing",
+    "hashlib",
     "zlib",
 }
 
