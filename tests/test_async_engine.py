@@ -164,8 +164,8 @@ class Breaking:
             raise self._error
         return self._executor.launch(plan)
 
-    def collect(self, ticket: Any) -> Any:
-        return self._executor.collect(ticket)
+    def collect(self, launched: Any) -> Any:
+        return self._executor.collect(launched)
 
 
 def test_a_lost_device_ends_every_stream_with_an_error(engine: AsyncEngine) -> None:

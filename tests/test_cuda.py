@@ -151,11 +151,11 @@ def test_reading_log_probabilities_does_not_wait_for_what_was_submitted_later(tm
     scheduler.submit(Request("r", [5, 6, 7, 8], params))
     while scheduler.has_work:
         plan = scheduler.plan(0.0)
-        ticket = executor.launch(plan)
+        launched = executor.launch(plan)
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second of work behind the step
         behind = torch.cuda.Event()
         behind.record()
-        result = executor.collect(ticket)
+        result = executor.collect(launched)
         assert not behind.query(), "the step's results were read behind later work"
         assert result.logprobs is not None and len(result.logprobs[0].top) == 3
         scheduler.apply(plan, result)

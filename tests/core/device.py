@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class LaunchedStep:
     """A pass under way. It holds numbers only: nothing of the step is read after `launch`."""
 
     result: StepResult
@@ -95,10 +95,10 @@ class FakeExecutor:
         self.accepted = 0  # drafts
         self.rejected = 0
         self.dropped = 0  # tokens that could not be chosen, behind accepted drafts
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._steps = 0
 
-    def launch(self, plan: Step) -> Ticket:
+    def launch(self, plan: Step) -> LaunchedStep:
         """The whole pass: a device that works in order might as well be done at once."""
         assert isinstance(plan, StepPlan)
         self._steps += 1
@@ -126,29 +126,29 @@ class FakeExecutor:
         damaged = self._verify_contexts(plan)
         if damaged and not is_broken and not self.is_doubtful:
             complain("; ".join(damaged.values()))
-        ticket = Ticket(StepResult([], prompt_logprobs=self._score_prompts(step)), is_broken, list(damaged))
-        self._sample(step, plan, flat, damaged, ticket)
-        self._in_flight.append(ticket)
-        return ticket
+        launched = LaunchedStep(StepResult([], prompt_logprobs=self._score_prompts(step)), is_broken, list(damaged))
+        self._sample(step, plan, flat, damaged, launched)
+        self._in_flight.append(launched)
+        return launched
 
-    def choose(self, ticket: Ticket, masks: list[bytes | None]) -> None:
+    def choose(self, launched: LaunchedStep, masks: list[bytes | None]) -> None:
         """The samples that waited for their masks."""
         if self.breaks_at_choose:
             self.breaks_at_choose = False
-            self._in_flight.remove(ticket)
-            for _, row, _, _ in ticket.masked:
+            self._in_flight.remove(launched)
+            for _, row, _, _ in launched.masked:
                 row.tokens.append(0)  # whatever it is, its request is about to end
             raise BrokenPassError("the device lost the masks")
-        if ticket is not self._in_flight[-1]:
+        if launched is not self._in_flight[-1]:
             complain("masks came for another step than the last")
         left = list(masks)
-        for number, row, marks, drafts in ticket.masked:
-            ticket.taken[number] = self._take(row, marks, drafts, left[: len(marks)])
+        for number, row, marks, drafts in launched.masked:
+            launched.taken[number] = self._take(row, marks, drafts, left[: len(marks)])
             del left[: len(marks)]
         if left:
             complain(f"{len(left)} masks are for no token")
-        ticket.masked = []
-        ticket.result.failed = [number for number, taken in enumerate(ticket.taken) if taken[0][0] == NO_TOKEN]
+        launched.masked = []
+        launched.result.failed = [number for number, taken in enumerate(launched.taken) if taken[0][0] == NO_TOKEN]
 
     def _take(
         self, row: Row, marks: list[int], drafts: list[int], masks: list[bytes | None]
@@ -187,23 +187,23 @@ class FakeExecutor:
     @property
     def is_doubtful(self) -> bool:
         """Whether a broken pass has not been collected: until then, passes behind it may read its garbage."""
-        return any(ticket.is_broken for ticket in self._in_flight)
+        return any(launched.is_broken for launched in self._in_flight)
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """What the pass gave."""
-        if ticket is not self._in_flight.popleft():
+        if launched is not self._in_flight.popleft():
             complain("steps were not collected in the order they were submitted")
-        if ticket.is_broken:
+        if launched.is_broken:
             raise BrokenPassError("the device never answered")
-        for sequence in ticket.damaged:
+        for sequence in launched.damaged:
             if sequence.phase is not Phase.DONE:
                 complain(f"{sequence} has read what a failed pass should have written, and goes on")
-        result = ticket.result
-        result.tokens = [token for taken in ticket.taken for token, _ in taken]
-        scores = [score for taken in ticket.taken for _, score in taken]
+        result = launched.result
+        result.tokens = [token for taken in launched.taken for token, _ in taken]
+        scores = [score for taken in launched.taken for _, score in taken]
         result.logprobs = scores if any(scores) else None
         if result.counts is not None:
-            result.counts = list(map(len, ticket.taken))
+            result.counts = list(map(len, launched.taken))
         return result
 
     def _move_blocks(self, step: Step, plan: StepPlan) -> None:
@@ -303,7 +303,7 @@ class FakeExecutor:
         return damaged
 
     def _sample(
-        self, step: Step, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str], ticket: Ticket
+        self, step: Step, plan: StepPlan, flat: list[int], damaged: dict[Sequence, str], launched: LaunchedStep
     ) -> None:
         """A token for each sample; for one with drafts, those accepted and one more."""
         ends, drafts = list(accumulate(step.counts)), dict(step.drafts)
@@ -318,11 +318,11 @@ class FakeExecutor:
             del row.tokens[len(row.tokens) - len(wanted) :], row.marks[len(row.marks) - len(wanted) :]
             marks = flat[at - len(wanted) : at + 1]
             if number in step.masked:
-                ticket.masked.append((number, row, marks, wanted))
-                ticket.taken.append([])  # `choose` tells
+                launched.masked.append((number, row, marks, wanted))
+                launched.taken.append([])  # `choose` tells
             else:
-                ticket.taken.append(self._take(row, marks, wanted, [None] * len(marks)))
-        ticket.result.counts = [] if drafts else None
+                launched.taken.append(self._take(row, marks, wanted, [None] * len(marks)))
+        launched.result.counts = [] if drafts else None
 
     def _score(self, sampling: Sampling, token: int, mark: int) -> Score:
         if sampling.alternatives is None:

@@ -16,7 +16,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
 from chairlift.core.policies import POLICIES
-from chairlift.core.predictor import Scored
+from chairlift.core.predictor import ScoredPredictor
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
@@ -199,7 +199,7 @@ def test_shortest_first_tells_the_prediction_and_whether_it_is_trusted() -> None
     said = "Policy sjf: its answer is predicted to have {}; the shortest is admitted first."
     assert said.format("20 tokens") in words(found, "long")
     assert said.format("1 token") in words(found, "short")
-    assert isinstance(found.predictor, Scored)
+    assert isinstance(found.predictor, ScoredPredictor)
     found.predictor.is_trusted = False
     assert "predicted lengths have been worse than chance, so requests are admitted in order of arrival" in words(
         found, "long"

@@ -29,8 +29,8 @@ class Failing(FakeExecutor):
             raise self.error
         return super().launch(plan)
 
-    def collect(self, ticket: Any) -> StepResult:
-        result = super().collect(ticket)
+    def collect(self, launched: Any) -> StepResult:
+        result = super().collect(launched)
         if self.error is not None and self.at_collect:
             raise self.error
         return result

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from device import FakeExecutor, Ticket
+from device import FakeExecutor, LaunchedStep
 from fakes import VOCAB
 
 from chairlift.core.assemble import assemble_scheduler
@@ -33,15 +33,15 @@ class TimedExecutor(FakeExecutor):
         self._clock, self._free_at = clock, 0.0
         self._ends: dict[int, float] = {}
 
-    def launch(self, plan: Step) -> Ticket:
+    def launch(self, plan: Step) -> LaunchedStep:
         self._free_at = max(self._free_at, self._clock.now()) + COST.seconds(work_of(plan))
-        ticket = super().launch(plan)
-        self._ends[id(ticket)] = self._free_at
-        return ticket
+        launched = super().launch(plan)
+        self._ends[id(launched)] = self._free_at
+        return launched
 
-    def collect(self, ticket: Ticket) -> StepResult:
-        self._clock.reach(self._ends.pop(id(ticket)))
-        return super().collect(ticket)
+    def collect(self, launched: LaunchedStep) -> StepResult:
+        self._clock.reach(self._ends.pop(id(launched)))
+        return super().collect(launched)
 
 
 def plans(is_simulated: bool, overlap: bool, **scheduling: Any) -> list[tuple[Any, ...]]:

@@ -49,11 +49,11 @@ class TimedExecutor:
             counts.append(count)
         return StepResult([7] * sum(counts), counts=counts if drafts else None)
 
-    def choose(self, ticket: Any, masks: Any) -> None:
+    def choose(self, launched: Any, masks: Any) -> None:
         raise AssertionError("there are no grammars")
 
-    def collect(self, ticket: StepResult) -> StepResult:
-        return ticket
+    def collect(self, launched: StepResult) -> StepResult:
+        return launched
 
 
 def durations(way: str, acceptance: float) -> list[float]:

@@ -67,8 +67,8 @@ class Pretender:
         count = sampling.params.width + len(sampling.stop_ids)
         return Candidates([(token + i) % VOCABULARY for i in range(count)], [-1.0] * count, top)
 
-    def collect(self, ticket: StepResult) -> StepResult:
-        return ticket
+    def collect(self, launched: StepResult) -> StepResult:
+        return launched
 
 
 def build(job: Job) -> Started:

@@ -39,15 +39,15 @@ def test_a_tenant_s_last_place_is_given_by_one_process_only() -> None:
     first = Accounts.shared(BOTH, 2)
     second = Accounts.shared(BOTH, 2, 1, first.descriptor)
     admissions = [Admission(100, 1000, accounts=each) for each in (first, second)]
-    tickets, refused = [], 0
+    admitted, refused = [], 0
     for number in range(8):
         try:
-            tickets.append(admissions[number % 2].admit(bob, 1, 1, 0.0))
+            admitted.append(admissions[number % 2].admit(bob, 1, 1, 0.0))
         except Refused as error:
             refused += error.refusal.reason == "tenant_limit"
-    assert (len(tickets), refused) == (3, 5)
-    for ticket in tickets:
-        ticket.release(1.0)
+    assert (len(admitted), refused) == (3, 5)
+    for each in admitted:
+        each.release(1.0)
     assert first.live("bob") == 0
 
 
@@ -60,13 +60,13 @@ accounts = Accounts.shared(["bob", *queue_names("queue")], 3, int(sys.argv[2]), 
 admission, bob, most = Admission(100, 1000, accounts=accounts), Tenant("bob", max_concurrent=1), 0
 for _ in range(20_000):
     try:
-        ticket = admission.admit(bob, 1, 1, 0.0)
+        admitted = admission.admit(bob, 1, 1, 0.0)
     except Refused:
         continue
     most = max(most, int(accounts._numbers[3]))  # the witness's column: another that holds the place has set it
     accounts._numbers[3] = 1.0
     accounts._numbers[3] = 0.0
-    ticket.release(0.0)
+    admitted.release(0.0)
 print(most)
 """
 
@@ -102,9 +102,9 @@ def test_the_queue_s_bound_holds_for_all_processes_together() -> None:
     first = Accounts.shared(BOTH, 2)
     second = Accounts.shared(BOTH, 2, 1, first.descriptor)
     admissions = [Admission(3, 1000, accounts=each) for each in (first, second)]
-    tickets = [admissions[place].admit(None, 1, 1, 0.0) for place in (0, 0, 0)]
+    admitted = [admissions[place].admit(None, 1, 1, 0.0) for place in (0, 0, 0)]
     for admission in admissions:
         with pytest.raises(Refused, match="3 requests are waiting and the server's --max-waiting is 3"):
             admission.admit(None, 1, 1, 0.0)
-    tickets[0].release(1.0)
+    admitted[0].release(1.0)
     admissions[1].admit(None, 1, 1, 1.0)

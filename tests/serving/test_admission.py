@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chairlift.core.errors import SettingsError
-from chairlift.serving.admission import Admission, Refusal, Refused, Ticket
+from chairlift.serving.admission import Admission, Admitted, Refusal, Refused
 from chairlift.serving.drain import Returns
 from chairlift.serving.keys import Tenant
 
@@ -27,14 +27,14 @@ def refusal(admission: Admission, *args: Any, **more: Any) -> Refusal:
 
 def test_a_ticket_waits_until_its_first_token_and_lives_until_released() -> None:
     admission = Admission(4, 100)
-    ticket = admission.admit(None, 10, 5, 0.0, requests=2)
+    admitted = admission.admit(None, 10, 5, 0.0, requests=2)
     assert (admission.waiting, admission.waiting_tokens, admission.live) == (2, 10, 2)
-    ticket.started(1.0)
-    ticket.started(1.0)
+    admitted.started(1.0)
+    admitted.started(1.0)
     assert (admission.waiting, admission.waiting_tokens, admission.live) == (0, 0, 2)
-    ticket.release(2.0)
-    ticket.release(2.0)
-    ticket.started(3.0)
+    admitted.release(2.0)
+    admitted.release(2.0)
+    admitted.started(3.0)
     assert (admission.waiting, admission.waiting_tokens, admission.live) == (0, 0, 0)
 
 
@@ -79,8 +79,8 @@ def test_a_body_with_more_in_it_than_its_prompts_counts_by_its_bytes() -> None:
     large = admission.admit(None, 10, 5, 0.0, requests=2, body_bytes=7200)
     assert admission.waiting_tokens == 900
     assert refusal(admission, None, 101, 5, 0.0).reason == "queue_full"
-    for ticket in large.split([4, 6]):
-        ticket.release(1.0)
+    for admitted in large.split([4, 6]):
+        admitted.release(1.0)
     assert (admission.waiting, admission.waiting_tokens, admission.live) == (0, 0, 0)
     admission.admit(None, 1000, 5, 1.0, body_bytes=7999)
     assert admission.waiting_tokens == 1000
@@ -92,12 +92,12 @@ def test_a_body_with_more_in_it_than_its_prompts_counts_by_its_bytes() -> None:
 def drained(seconds_each: float, departures: int, **more: Any) -> Admission:
     """Four wait, and one leaves every so often; chance makes nothing later."""
     admission = Admission(4, 1000, random=lambda: 0.0, **more)
-    tickets = [admission.admit(None, 100, 5, 0.0) for _ in range(4)]
+    admitted = [admission.admit(None, 100, 5, 0.0) for _ in range(4)]
     now = 0.0
     for _ in range(departures):
         now += seconds_each
-        tickets.pop(0).release(now)
-        tickets.append(admission.admit(None, 100, 5, now))
+        admitted.pop(0).release(now)
+        admitted.append(admission.admit(None, 100, 5, now))
     return admission
 
 
@@ -113,10 +113,10 @@ def test_try_again_when_there_will_be_room(seconds_each: float) -> None:
 def test_tokens_may_be_what_there_is_no_room_for() -> None:
     def full() -> Admission:
         admission = Admission(100, 1000, random=lambda: 0.0)
-        tickets = [admission.admit(None, 100, 5, 0.0) for _ in range(10)]
+        admitted = [admission.admit(None, 100, 5, 0.0) for _ in range(10)]
         for now in range(1, 61):  # 100 tokens each second
-            tickets.pop(0).started(float(now))
-            tickets.append(admission.admit(None, 100, 5, float(now)))
+            admitted.pop(0).started(float(now))
+            admitted.append(admission.admit(None, 100, 5, float(now)))
         return admission
 
     assert 4 <= refusal(full(), None, 500, 5, 60.0).retry_after <= 6
@@ -159,15 +159,15 @@ def test_when_there_are_too_many_to_book_they_are_spread_by_chance() -> None:
 
 def test_a_wait_that_is_predicted_to_be_too_long_is_refused_by_its_flag() -> None:
     admission = Admission(1000, 10**6, max_wait=10.0)
-    tickets = [admission.admit(None, 10, 5, 0.0) for _ in range(40)]  # nothing is known: all are admitted
+    admitted = [admission.admit(None, 10, 5, 0.0) for _ in range(40)]  # nothing is known: all are admitted
     for now in range(1, 21):  # one a second
-        tickets.pop(0).started(float(now))
+        admitted.pop(0).started(float(now))
     found = refusal(admission, None, 10, 5, 20.0)  # 20 wait
     assert (found.reason, found.status) == ("long_wait", 429)
     assert "the predicted wait is" in found.message and "the server's --max-wait is 10 s" in found.message
     assert 8 <= found.retry_after <= 15
     for now in range(21, 33):
-        tickets.pop(0).started(float(now))
+        admitted.pop(0).started(float(now))
     admission.admit(None, 10, 5, 32.0)  # 8 wait
 
 
@@ -183,8 +183,8 @@ def test_requests_that_only_wait_for_their_own_prompt_say_nothing_about_the_rate
 def one_in_five_seconds() -> Admission:
     """A rate is known from 30 requests that left one after the other; then nothing waits."""
     admission = Admission(10_000, 10**6, max_wait=10.0)
-    for number, ticket in enumerate([admission.admit(None, 10, 5, 0.0) for _ in range(30)], start=1):
-        ticket.started(5.0 * number)
+    for number, admitted in enumerate([admission.admit(None, 10, 5, 0.0) for _ in range(30)], start=1):
+        admitted.started(5.0 * number)
     return admission
 
 
@@ -210,8 +210,8 @@ class Visits:
         self.refusals = 0
         self.lost = 0
         self._seats, self._steps, self._step, self._chance = seats, steps, step, chance
-        self._queue: deque[tuple[float, Ticket]] = deque()
-        self._running: list[tuple[float, Ticket, int]] = []  # when it arrived, and how many steps it has left
+        self._queue: deque[tuple[float, Admitted]] = deque()
+        self._running: list[tuple[float, Admitted, int]] = []  # when it arrived, and how many steps it has left
         self._is_blocked = False
 
     def run(self, arrivals: list[float], retries: int = 0) -> None:
@@ -240,13 +240,13 @@ class Visits:
             else:
                 self.lost += 1
 
-    def _advance(self, arrived: float, ticket: Ticket, steps: int) -> tuple[float, Ticket, int]:
+    def _advance(self, arrived: float, admitted: Admitted, steps: int) -> tuple[float, Admitted, int]:
         if arrived >= 0:  # its first token
-            ticket.started(self.now)
+            admitted.started(self.now)
             self.waits.append(self.now - arrived)
         if steps == 1:
-            ticket.release(self.now)
-        return -1.0, ticket, steps - 1
+            admitted.release(self.now)
+        return -1.0, admitted, steps - 1
 
 
 def poisson(rate: float, seconds: float, chance: Random) -> list[float]:
@@ -323,10 +323,10 @@ def test_a_tenant_in_debt_waits_until_it_is_paid() -> None:
     admission = Admission(100, 100_000)
     tenant = Tenant("alice", tokens_per_minute=600)  # 10 a second
     admission.admit(tenant, 500, 5, 0.0)
-    ticket = admission.admit(tenant, 150, 5, 0.0)  # 50 in debt
+    admitted = admission.admit(tenant, 150, 5, 0.0)  # 50 in debt
     found = refusal(admission, tenant, 1, 5, 0.0)
     assert (found.reason, found.status, found.retry_after) == ("tenant_rate", 429, 5)
-    ticket.count(100)
+    admitted.count(100)
     assert refusal(admission, tenant, 1, 5, 0.0).retry_after == 15
     assert refusal(admission, tenant, 1, 5, 14.5).retry_after == 1
     admission.admit(tenant, 1, 5, 15.0)
@@ -336,9 +336,9 @@ def test_a_tenant_in_debt_waits_until_it_is_paid() -> None:
 def test_a_full_bucket_admits_anything_once_and_holds_a_minute_at_most() -> None:
     admission = Admission(100, 1_000_000)
     tenant = Tenant("alice", tokens_per_minute=60)
-    ticket = admission.admit(tenant, 6000, 5, 1000.0)
+    admitted = admission.admit(tenant, 6000, 5, 1000.0)
     assert refusal(admission, tenant, 1, 5, 1000.0).retry_after == 5940
-    ticket.release(1000.0)
+    admitted.release(1000.0)
     much_later = 1e6
     admission.admit(tenant, 90, 5, much_later)
     assert refusal(admission, tenant, 1, 5, much_later).retry_after == 30
@@ -347,19 +347,19 @@ def test_a_full_bucket_admits_anything_once_and_holds_a_minute_at_most() -> None
 def test_output_long_after_admission_is_charged_at_its_own_time() -> None:
     admission = Admission(100, 1_000_000)
     tenant = Tenant("alice", tokens_per_minute=60)
-    ticket = admission.admit(tenant, 10, 5, 0.0)
-    ticket.started(600.0)  # the bucket is full again
-    ticket.count(90)
+    admitted = admission.admit(tenant, 10, 5, 0.0)
+    admitted.started(600.0)  # the bucket is full again
+    admitted.count(90)
     assert refusal(admission, tenant, 1, 5, 600.0).retry_after == 30
 
 
 def test_the_refused_pay_nothing() -> None:
     admission = Admission(1, 100)
     tenant = Tenant("alice", max_concurrent=5, tokens_per_minute=60)
-    ticket = admission.admit(tenant, 30, 5, 0.0)
+    admitted = admission.admit(tenant, 30, 5, 0.0)
     for _ in range(10):
         assert refusal(admission, tenant, 30, 5, 0.0).reason == "queue_full"
-    ticket.started(0.0)
+    admitted.started(0.0)
     admission.admit(tenant, 30, 5, 0.0)
 
 
@@ -375,7 +375,7 @@ def test_bounds_that_let_nobody_in_are_refused() -> None:
 TENANTS = [None, Tenant("a", max_concurrent=3), Tenant("b", tokens_per_minute=600), Tenant("c")]
 MOVES = st.tuples(
     st.sampled_from(["admit", "admit", "start", "count", "release", "release"]),
-    st.integers(0, 50),  # which ticket
+    st.integers(0, 50),  # which of the admitted
     st.integers(0, 300),  # tokens
     st.integers(1, 3),  # requests
     st.sampled_from(TENANTS),
@@ -389,7 +389,7 @@ def test_nothing_leaks_and_no_bound_is_passed(
     moves: list[Any], max_waiting: int, max_tokens: int, max_wait: float
 ) -> None:
     admission = Admission(max_waiting, max_tokens, max_wait)
-    tickets: list[Ticket] = []
+    admitted: list[Admitted] = []
     started: set[int] = set()
     released: set[int] = set()
     now = 0.0
@@ -398,32 +398,32 @@ def test_nothing_leaks_and_no_bound_is_passed(
         if move == "admit":
             before = (admission.waiting, admission.waiting_tokens, admission.live)
             try:
-                tickets.append(admission.admit(tenant, tokens, 5, now, requests=requests))
+                admitted.append(admission.admit(tenant, tokens, 5, now, requests=requests))
             except Refused as refused:
                 assert before == (admission.waiting, admission.waiting_tokens, admission.live)
                 assert refused.refusal.retry_after == math.ceil(refused.refusal.retry_after)
                 if refused.refusal.reason in ("queue_full", "long_wait"):
                     assert before[0] > 0 and 1 <= refused.refusal.retry_after <= 60
-        elif tickets:
-            index = which % len(tickets)
-            ticket = tickets[index]
+        elif admitted:
+            index = which % len(admitted)
+            one = admitted[index]
             if move == "start":
-                ticket.started(now)
+                one.started(now)
                 started.add(index)
             elif move == "count":
-                ticket.count(tokens)
+                one.count(tokens)
             else:
-                ticket.release(now)
+                one.release(now)
                 released.add(index)
-        live = [index for index in range(len(tickets)) if index not in released]
-        waiting = [tickets[index] for index in live if index not in started]
-        assert admission.live == sum(tickets[index].requests for index in live)
-        assert admission.waiting == sum(ticket.requests for ticket in waiting) <= max_waiting
-        assert admission.waiting_tokens == sum(ticket.tokens for ticket in waiting)
+        live = [index for index in range(len(admitted)) if index not in released]
+        waiting = [admitted[index] for index in live if index not in started]
+        assert admission.live == sum(admitted[index].requests for index in live)
+        assert admission.waiting == sum(each.requests for each in waiting) <= max_waiting
+        assert admission.waiting_tokens == sum(each.tokens for each in waiting)
         assert admission.waiting_tokens <= max_tokens or any(each.tokens > max_tokens for each in waiting)
-        assert sum(tickets[index].requests for index in live if tickets[index].tenant == TENANTS[1]) <= 3
-    for ticket in tickets:
-        ticket.release(now)
+        assert sum(admitted[index].requests for index in live if admitted[index].tenant == TENANTS[1]) <= 3
+    for each in admitted:
+        each.release(now)
     assert admission.waiting == admission.waiting_tokens == admission.live == 0
     for _ in range(3):
         admission.admit(TENANTS[1], 0, 5, now).started(now)  # all three of its places are free again

@@ -32,7 +32,7 @@ from chairlift.serving.admission import Admission
 from chairlift.serving.core_messages import as_update
 from chairlift.serving.failures import Failure
 from chairlift.serving.fleet import Fleet
-from chairlift.serving.generation import Answering, Asked, Terms
+from chairlift.serving.generation import Answering, CallFields, EncodedPrompt
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.reply_jobs import _output
 from chairlift.text.outputs import Answer, Chunk, RequestOutput
@@ -199,9 +199,9 @@ async def play(script: Script, tokenizer: Tokenizer, client: Any, engine: Any) -
     request = script.request
     streams = request.params.width == request.params.n and script.chance.random() < 0.5
     fronts = [Local(script, tokenizer, is_streamed=each) for each in (streams, False)]
-    answering = Answering(Fleet({"0": client}), Metrics("m"), tokenizer, Terms("r", "completions"), None, streams)
-    asked = Asked(None, request.prompt, request.params, 0, [], [])
-    answering.start([asked], lambda _: Admission(9, 999).admit(None, 1, 1, 0.0).split([1]))
+    answering = Answering(Fleet({"0": client}), Metrics("m"), tokenizer, CallFields("r", "completions"), None, streams)
+    encoded = EncodedPrompt(None, request.prompt, request.params, 0, [], [])
+    answering.start([encoded], lambda _: Admission(9, 999).admit(None, 1, 1, 0.0).split([1]))
     order = messages.decode_order(await engine.socket.recv())
     assert isinstance(order, messages.Submit)
 

@@ -186,10 +186,10 @@ class Instant:
     def launch(self, step: Step) -> StepResult:
         return StepResult([1] * len(step.sample_rows))
 
-    def choose(self, ticket: StepResult, masks: list[bytes | None]) -> None: ...
+    def choose(self, launched: StepResult, masks: list[bytes | None]) -> None: ...
 
-    def collect(self, ticket: StepResult) -> StepResult:
-        return ticket
+    def collect(self, launched: StepResult) -> StepResult:
+        return launched
 
 
 class Clock:

@@ -44,7 +44,7 @@ class Idle:
     def launch(self, step: Step) -> Any:
         raise AssertionError("nothing is planned")
 
-    def collect(self, ticket: Any) -> StepResult:
+    def collect(self, launched: Any) -> StepResult:
         raise AssertionError("nothing is planned")
 
 

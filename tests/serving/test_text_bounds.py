@@ -19,7 +19,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.openai.options import Options
 from chairlift.serving import scores
-from chairlift.serving.generation import Asked
+from chairlift.serving.generation import EncodedPrompt
 from tiny import make_tiny_model
 
 CHAT, COMPLETION, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -288,18 +288,18 @@ def test_log_probabilities_of_all_requests_under_way_are_bounded(scoring: Runnin
     assert scoring.post(COMPLETION, body).status_code == 408, "those that have ended are not counted"
 
 
-def asked(prompt: int, **params: Any) -> Asked:
-    return Asked(None, [9] * prompt, SamplingParams(**params), 0, [], [])
+def encoded(prompt: int, **params: Any) -> EncodedPrompt:
+    return EncodedPrompt(None, [9] * prompt, SamplingParams(**params), 0, [], [])
 
 
 def test_an_answer_without_an_end_of_its_own_ends_before_its_log_probabilities_are_too_many() -> None:
-    endless = asked(1000, max_tokens=None, logprobs=20, n=2, prompt_logprobs=0)
+    endless = encoded(1000, max_tokens=None, logprobs=20, n=2, prompt_logprobs=0)
     ended = scores.with_room(endless, 131_072)
     assert ended.params.max_tokens is not None
     assert scores.MOST * 0.99 < scores.count_scores([ended], Options(), 131_072, chat=True) <= scores.MOST
     assert scores.with_room(endless, 8192) is endless, "the context ends it before"
-    assert scores.with_room(asked(1000, max_tokens=None), 131_072).params.max_tokens is None
-    explicit = asked(1000, max_tokens=100_000, logprobs=20)
+    assert scores.with_room(encoded(1000, max_tokens=None), 131_072).params.max_tokens is None
+    explicit = encoded(1000, max_tokens=100_000, logprobs=20)
     with pytest.raises(RequestError, match="1 answers x 100,000 tokens x 21"):
         scores.count_scores([scores.with_room(explicit, 131_072)], Options(), 131_072, chat=True)
     assert scores.count_scores([explicit], Options(stream=True), 131_072, chat=True) == scores.MOST, "sent as it comes"

@@ -57,10 +57,10 @@ class LengthModel(Protocol):
     def learn(self, request: Request, features: Features, length: int) -> None: ...
 
 
-class Scored:
+class ScoredPredictor:
     """A predictor: a length model, and the correlation of its predictions with the true lengths.
 
-    >>> predictor = Scored(Oracle(max_length=100))
+    >>> predictor = ScoredPredictor(Oracle(max_length=100))
     >>> for length in range(1, 33):
     ...     request = Request(str(length), [7], known_length=length)
     ...     assert predictor.predict(request) == length
@@ -283,7 +283,7 @@ def _ranks(values: Sequence[int]) -> list[int]:
 
 
 PREDICTORS: dict[str, Callable[[int], Predictor]] = {
-    "max_tokens": lambda max_length: Scored(MaxTokens(max_length)),
-    "history": lambda max_length: Scored(History(max_length)),
-    "oracle": lambda max_length: Scored(Oracle(max_length)),
+    "max_tokens": lambda max_length: ScoredPredictor(MaxTokens(max_length)),
+    "history": lambda max_length: ScoredPredictor(History(max_length)),
+    "oracle": lambda max_length: ScoredPredictor(Oracle(max_length)),
 }

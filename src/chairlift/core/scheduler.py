@@ -12,11 +12,12 @@ from chairlift.core.beams import Beams
 from chairlift.core.blocks import BlockPool
 from chairlift.core.budget import Budget, FixedBudget, work_of
 from chairlift.core.cache_groups import CacheGroups
-from chairlift.core.constraint import Constraint, Masker, Masks
+from chairlift.core.constraint import Masker, Masks
 from chairlift.core.cost import Cost
 from chairlift.core.counters import Counters
 from chairlift.core.errors import RequestError, SettingsError
 from chairlift.core.limits import Limits
+from chairlift.core.masking import masks_of
 from chairlift.core.memory import Memory
 from chairlift.core.plan import Event, Outcome, StepPlan
 from chairlift.core.planner import Planner
@@ -29,7 +30,6 @@ from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Phase, Request, Sequence
 from chairlift.core.step import Candidates, StepResult, TokenLogprobs
 
-_NO_TOKENS = bytes(1)  # a mask
 _FINISHED = (FinishReason.STOP, FinishReason.COMPLETE, FinishReason.LENGTH)
 
 
@@ -163,33 +163,14 @@ class Scheduler:
     def masks(self, step: StepPlan) -> tuple[Masks, list[Event]]:
         """Return the masks of a step's constrained samples, once the tokens before them are known.
 
-        A sample has a mask for each of its drafts, and one for the token behind them. A constraint that fails ends its
-        request: the events say so. One that fails behind a draft allows no token there: the draft may be rejected.
+        Constraints that fail end their requests: the events say so.
         """
+        found, failures = masks_of(step, self.masker)
         events: list[Event] = []
-        drafts = dict(step.drafts)
-        states: list[list[Constraint | None]] = []
-        for place in step.masked:
-            sequence, own = step.samples[place], drafts.get(place, [])
-            try:
-                states.append(_states(sequence, own))
-            except Exception as error:
+        for sequence, error in failures:
+            if not sequence.is_done:
                 events += self._fail_constraint(sequence, error)
-                states.append([None] * (len(own) + 1))
-        owners = [(place, state) for place, each in zip(step.masked, states, strict=True) for state in each]
-        known = [(place, state) for place, state in owners if state is not None]
-        found = self.masker.masks([state for _, state in known])
-        for number, problem in found.errors.items():
-            place = known[number][0]
-            sequence = step.samples[place]
-            if number and known[number - 1][0] == place:
-                found[number], found.whole = _NO_TOKENS, None
-            elif not sequence.is_done:
-                events += self._fail_constraint(sequence, problem)
-        if len(known) == len(owners):
-            return found, events
-        rest = iter(found)
-        return Masks(None if state is None else next(rest) for _, state in owners), events
+        return found, events
 
     def pause(self, now: float) -> float:
         """Return the seconds for which no step can run: the batch is empty, and the gate waits for more requests."""
@@ -444,16 +425,3 @@ def _in_order(outcome: Outcome) -> Outcome:
         kept = [pair for pair in pairs if not pair[0].is_done]
         outcome.sequences, outcome.tokens = [sequence for sequence, _ in kept], [token for _, token in kept]
     return outcome
-
-
-def _states(sequence: Sequence, drafts: list[int]) -> list[Constraint | None]:
-    """Return the states of a sequence's constraint before each of its drafts and behind the last; None if it ended."""
-    state = sequence.constraint
-    if state is None or sequence.is_done:
-        return [None] * (len(drafts) + 1)
-    found: list[Constraint | None] = [state]
-    for token in drafts:
-        state = state.fork()
-        state.accept(token)  # the planner has cut the drafts that it does not allow
-        found.append(state)
-    return found

@@ -85,19 +85,19 @@ class Stopwatch:
     def _launch(self, launch: Callable[[Step], Any]) -> Callable[[Step], Any]:
         def timed(step: Step) -> Any:
             start = perf_counter()
-            ticket = launch(step)
+            launched = launch(step)
             self._open["launch"] = perf_counter() - start
-            return ticket
+            return launched
 
         return timed
 
     def _collect(self, collect: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed(ticket: Any) -> Any:
+        def timed(launched: Any) -> Any:
             start = perf_counter()
-            if getattr(ticket, "done", None) is not None:
-                ticket.done.synchronize()
+            if getattr(launched, "done", None) is not None:
+                launched.done.synchronize()
             arrived = perf_counter()
-            result = collect(ticket)
+            result = collect(launched)
             self._open["wait"], self._open["copy"] = arrived - start, perf_counter() - arrived
             return result
 

@@ -19,7 +19,7 @@ MAX_IDLE_PLANS = 8  # in a row; a plan that only preempts is followed by one wit
 
 
 class Executor(Protocol):
-    """Runs steps, in the order they were launched; a ticket, of any type, identifies a launched step.
+    """Runs steps, in the order they were launched; what `launch` returns, of any type, identifies a launched step.
 
     Every call may raise: the requests of that step then fail, and the engine continues unless it is a DeviceError.
     """
@@ -28,11 +28,11 @@ class Executor(Protocol):
         """Start one forward pass; the step must not be read after this call."""
         ...
 
-    def choose(self, ticket: Any, masks: list[Bits | None]) -> None:
+    def choose(self, launched: Any, masks: list[Bits | None]) -> None:
         """Choose the tokens of the step's `masked` samples; called before the next launch, if the step has any."""
         ...
 
-    def collect(self, ticket: Any) -> StepResult:
+    def collect(self, launched: Any) -> StepResult:
         """Wait for the step's results."""
         ...
 
@@ -46,10 +46,10 @@ class Clock(Protocol):
 
 
 class Flight(NamedTuple):
-    """A step in flight: its plan, the executor's ticket and the time of planning."""
+    """A step in flight: its plan, what the executor returned for it, and the time of planning."""
 
     plan: StepPlan
-    ticket: Any
+    launched: Any
     begun: float
 
 
@@ -208,16 +208,16 @@ class Engine:
         masks, failed = self.scheduler.masks(flight.plan)
         events += failed
         try:
-            self._executor.choose(flight.ticket, masks)
+            self._executor.choose(flight.launched, masks)
         except Exception as error:
             events += self._fail(flight.plan, error)
             return None
         return flight
 
     def _collect(self, flight: Flight) -> Outcome:
-        plan, ticket, begun = flight
+        plan, launched, begun = flight
         try:
-            result = self._executor.collect(ticket)
+            result = self._executor.collect(launched)
         except Exception as error:
             return Outcome(events=self._fail(plan, error))
         now = self.clock.now()

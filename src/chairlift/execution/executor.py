@@ -36,7 +36,7 @@ _SCORED_ROWS = 256  # prompt tokens scored at once: their logits over the whole 
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class LaunchedStep:
     """A step in flight, for `collect` to wait for."""
 
     tokens: np.ndarray
@@ -161,7 +161,7 @@ class TorchExecutor:
         assert self._draft is not None and self._draft.graphs is not None, "steps are not captured"
         return self._draft.graphs.seconds(size)
 
-    def launch(self, step: Step) -> Ticket:
+    def launch(self, step: Step) -> LaunchedStep:
         """Start one forward pass."""
         try:
             return self._start(step)
@@ -169,7 +169,7 @@ class TorchExecutor:
             raise DeviceError(str(error)) from error
 
     @torch.inference_mode()
-    def _start(self, step: Step) -> Ticket:
+    def _start(self, step: Step) -> LaunchedStep:
         if self._crowding is not None and self._crowding.look():
             self._crowding.apply()
         if step.sent:
@@ -193,7 +193,7 @@ class TorchExecutor:
             self._scoring.place(newcomer)
         if not step.rows:  # it only moves blocks
             self._decodes = None
-            return Ticket(np.empty(0, np.int64), self._record(), [], [])
+            return LaunchedStep(np.empty(0, np.int64), self._record(), [], [])
         prompt_scores: list[PromptScores] = []
         checks: Checks | None = None
         drafted: np.ndarray | None = None
@@ -215,7 +215,7 @@ class TorchExecutor:
                 drafted = self._write_drafts(step, checks, positions[checks.places])
             logits, tokens, prompt_scores = self._read(flat, samples.at, rows, positions)
             if not rows.size:
-                return Ticket(np.empty(0, np.int64), self._record(), [], prompt_scores)
+                return LaunchedStep(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
         # Copies of the raw logits: the sampler changes logits by penalties and temperature.
         raw = logits[self._to_device(scored)] if scored.size else None
@@ -224,10 +224,10 @@ class TorchExecutor:
             tokens = self._sampler.sample(logits, rows, positions)
         if own is not None:
             masked = Masked(places, own, tokens, rows, positions, scored, raw)
-            return Ticket(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
+            return LaunchedStep(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
         assert tokens is not None
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        return Ticket(self._to_host(tokens), self._record(), scores, prompt_scores, checks, drafted)
+        return LaunchedStep(self._to_host(tokens), self._record(), scores, prompt_scores, checks, drafted)
 
     def _write_drafts(self, step: Step, checks: Checks, positions: np.ndarray) -> np.ndarray | None:
         """Write a step's drafts to their rows and positions; return those that the draft model chose."""
@@ -240,18 +240,18 @@ class TorchExecutor:
         where, at = to_device(self._device, checks.rows, positions)
         return self._to_host(self._rows.tokens[where.long(), at.long()].long())
 
-    def choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
+    def choose(self, launched: LaunchedStep, masks: list[Bits | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
         try:
-            self._choose(ticket, masks)
+            self._choose(launched, masks)
         except torch.AcceleratorError as error:
             raise DeviceError(str(error)) from error
 
     @torch.inference_mode()
-    def _choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
-        assert ticket.masked is not None, "no sample of this step waits for a mask"
-        places, logits, tokens, rows, positions, scored, raw = ticket.masked
-        ticket.masked = None
+    def _choose(self, launched: LaunchedStep, masks: list[Bits | None]) -> None:
+        assert launched.masked is not None, "no sample of this step waits for a mask"
+        places, logits, tokens, rows, positions, scored, raw = launched.masked
+        launched.masked = None
         packed = pack_masks(masks, logits.shape[1], pin=self._is_cuda)
         packed = packed.to(self._device, non_blocking=True)
         if places.size == rows.size:
@@ -260,8 +260,8 @@ class TorchExecutor:
             assert tokens is not None
             chosen = self._sampler.sample(logits, rows[places], positions[places], packed)
             tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
-        ticket.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
-        ticket.tokens, ticket.done = self._to_host(tokens), self._record()
+        launched.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
+        launched.tokens, launched.done = self._to_host(tokens), self._record()
 
     def _score(
         self, raw: torch.Tensor, tokens: torch.Tensor, rows: np.ndarray, scored: np.ndarray
@@ -321,28 +321,28 @@ class TorchExecutor:
             hidden = hidden[self._to_device(wanted)]
         return self._decoder.logits(hidden) if wanted.size else hidden, None, scores
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and return its results."""
-        assert ticket.masked is None, "samples of this step wait for their masks"
-        if ticket.done is not None:
+        assert launched.masked is None, "samples of this step wait for their masks"
+        if launched.done is not None:
             try:
-                ticket.done.synchronize()
+                launched.done.synchronize()
             except torch.AcceleratorError as error:
                 raise DeviceError(str(error)) from error
-            self._events.append(ticket.done)
-        tokens = ticket.tokens.tolist()
-        logprobs: list[TokenLogprobs | Candidates | None] | None = [None] * len(tokens) if ticket.scores else None
-        for places, scores in ticket.scores:
+            self._events.append(launched.done)
+        tokens = launched.tokens.tolist()
+        logprobs: list[TokenLogprobs | Candidates | None] | None = [None] * len(tokens) if launched.scores else None
+        for places, scores in launched.scores:
             assert logprobs is not None
             entries: Iterable[TokenLogprobs | Candidates] = scores.entries()
             for place, entry in zip(places, entries, strict=True):
                 logprobs[place] = entry
-        prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in ticket.prompt_scores]
+        prompts = [(place, PromptLogprobs(start, scores.entries())) for place, start, scores in launched.prompt_scores]
         counts = None
-        if ticket.checks is not None:
-            if ticket.drafted is not None:
-                ticket.checks.wanted[ticket.checks.places] = ticket.drafted
-            kept, counts = ticket.checks.accepted(tokens, self._coin, self._chance)
+        if launched.checks is not None:
+            if launched.drafted is not None:
+                launched.checks.wanted[launched.checks.places] = launched.drafted
+            kept, counts = launched.checks.accepted(tokens, self._coin, self._chance)
             tokens = [tokens[place] for place in kept]
             logprobs = logprobs and [logprobs[place] for place in kept]
         failed: list[int] = []

@@ -34,14 +34,14 @@ class RecordingExecutor:
         self._write({"launch": step.plain()})
         return self._executor.launch(step)
 
-    def choose(self, ticket: Any, masks: list[Bits | None]) -> None:
+    def choose(self, launched: Any, masks: list[Bits | None]) -> None:
         """Choose the tokens of the step's masked samples."""
         self._write({"choose": [None if mask is None else mask.hex() for mask in masks]})
-        self._executor.choose(ticket, masks)
+        self._executor.choose(launched, masks)
 
-    def collect(self, ticket: Any) -> StepResult:
+    def collect(self, launched: Any) -> StepResult:
         """Wait for the step's results."""
-        result = self._executor.collect(ticket)
+        result = self._executor.collect(launched)
         self._write({"collect": result.tokens})
         return result
 

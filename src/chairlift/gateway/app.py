@@ -116,7 +116,7 @@ class Gateway:
 
     async def _forward(self, http: HttpRequest, front: Front, tenant: Tenant | None, send: Any) -> int:
         body = Body(self._count)
-        ticket = None
+        admitted = None
         try:
             await self._receive(http, body)
             key = http.headers.get("authorization") or http.headers.get("x-api-key") or ""
@@ -127,15 +127,15 @@ class Gateway:
                 else await asyncio.to_thread(read_ask, body.raw, key, session)
             )
             try:
-                ticket = self._admission.admit(tenant, read.ask.tokens, 0, time.monotonic())
+                admitted = self._admission.admit(tenant, read.ask.tokens, 0, time.monotonic())
             except Refused as error:
                 found = error.refusal
                 raise Failure(found.message, 429, "rate_limit_error", found.reason, None, found.retry_after) from None
-            return await Forward(self._pool, http, front, read, ticket, body).run(send)
+            return await Forward(self._pool, http, front, read, admitted, body).run(send)
         finally:
             body.free()
-            if ticket is not None:
-                ticket.release(time.monotonic())
+            if admitted is not None:
+                admitted.release(time.monotonic())
 
     def _count(self, size: int) -> None:
         self._held += size

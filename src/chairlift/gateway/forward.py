@@ -22,7 +22,7 @@ from chairlift.gateway.backend import Backend
 from chairlift.gateway.exchange import Exchange, Headers, Lost
 from chairlift.gateway.pool import Pool
 from chairlift.routing.router import End, Route
-from chairlift.serving.admission import Ticket
+from chairlift.serving.admission import Admitted
 from chairlift.serving.failures import Failure, unavailable
 from chairlift.serving.replying import until_disconnected
 from chairlift.serving.sending import PROOF, SEND_TO, proof_of
@@ -108,8 +108,8 @@ class Body:
 class Forward:
     """Sends one request on, and its reply back."""
 
-    def __init__(self, pool: Pool, http: HttpRequest, front: Front, read: Read, ticket: Ticket, body: Body) -> None:
-        self._pool, self._http, self._front, self._read, self._ticket = pool, http, front, read, ticket
+    def __init__(self, pool: Pool, http: HttpRequest, front: Front, read: Read, admitted: Admitted, body: Body) -> None:
+        self._pool, self._http, self._front, self._read, self._admitted = pool, http, front, read, admitted
         self._body = body
         self._answer: Answer | None = None
         path = http.scope.get("raw_path") or http.url.path.encode()
@@ -140,7 +140,7 @@ class Forward:
     async def _work(self, send: Any) -> int:
         answer = await self._find()
         self._body.free()
-        self._ticket.started(time.monotonic())
+        self._admitted.started(time.monotonic())
         answer.route.started()
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers()})
         try:
@@ -268,7 +268,7 @@ class Forward:
                 events = sum(map(part.count, _EVENT_ENDS))
                 self._events += events
                 self._is_in_event = not part.endswith(_EVENT_ENDS)
-                self._ticket.count(events if answer.is_stream else len(part) // _BYTES_A_TOKEN)
+                self._admitted.count(events if answer.is_stream else len(part) // _BYTES_A_TOKEN)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             part = b"" if answer.is_whole else await answer.exchange.read()
         await send({"type": "http.response.body", "body": rest, "more_body": False})

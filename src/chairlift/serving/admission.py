@@ -40,8 +40,8 @@ class Refused(ChairliftError):  # noqa: N818
         self.refusal = refusal
 
 
-class Ticket:
-    """The admitted requests of one call, until released; `split` makes one ticket per request."""
+class Admitted:
+    """The admitted requests of one call, until released; `split` makes one object per request."""
 
     def __init__(self, admission: Admission, tenant: Tenant | None, tokens: int, requests: int) -> None:
         self.tenant = tenant
@@ -51,12 +51,12 @@ class Ticket:
         self._waits = True
         self._held = True
 
-    def split(self, prompts: Sequence[int]) -> list[Ticket]:
-        """Replace this ticket by one per request, given the tokens of each prompt."""
+    def split(self, prompts: Sequence[int]) -> list[Admitted]:
+        """Replace this object by one per request, given the tokens of each prompt."""
         self._waits = self._held = False
         rest = self.tokens - sum(prompts)  # tokens for the rest of the body count with the first request
         counts = [tokens + (rest if place == 0 else 0) for place, tokens in enumerate(prompts)]
-        return [Ticket(self._admission, self.tenant, tokens, 1) for tokens in counts]
+        return [Admitted(self._admission, self.tenant, tokens, 1) for tokens in counts]
 
     def started(self, now: float) -> None:
         """Count the request as running: it has its first token."""
@@ -138,14 +138,14 @@ class Admission:
         *,
         requests: int = 1,
         body_bytes: int = 0,
-    ) -> Ticket:
+    ) -> Admitted:
         """Admit all requests of a call, or raise Refused with the reason.
 
         `output_tokens`, the most that may be generated, is not charged here: most answers are shorter, and each token
         is charged when it is generated.
 
         >>> admission = Admission(max_waiting=1, max_waiting_tokens=100)
-        >>> ticket = admission.admit(None, 10, 10, now=0.0)
+        >>> admitted = admission.admit(None, 10, 10, now=0.0)
         >>> admission.waiting
         1
         """
@@ -161,7 +161,7 @@ class Admission:
         self._enqueue(requests, tokens)
         self._live += requests
         self._charge(tenant, prompt_tokens)
-        return Ticket(self, tenant, tokens, requests)
+        return Admitted(self, tenant, tokens, requests)
 
     def _refuse_tenant(self, tenant: Tenant | None, requests: int) -> Refusal | None:
         if tenant is None:
@@ -245,17 +245,17 @@ class Admission:
         for name, amount in zip(self._names, (requests, tokens), strict=True):
             self._accounts.add(name, amount)
 
-    def _dequeue(self, ticket: Ticket, now: float) -> None:
+    def _dequeue(self, admitted: Admitted, now: float) -> None:
         self._advance_clock(now)
-        self._enqueue(-ticket.requests, -ticket.tokens)
+        self._enqueue(-admitted.requests, -admitted.tokens)
         if self._is_busy():
-            self._drain.leave(ticket.requests, ticket.tokens)
+            self._drain.leave(admitted.requests, admitted.tokens)
 
-    def _end(self, ticket: Ticket) -> None:
-        self._live -= ticket.requests
-        if ticket.tenant is not None:
-            self._accounts.add(ticket.tenant.name, -ticket.requests)
-            self._refusals.pop(ticket.tenant.name, None)
+    def _end(self, admitted: Admitted) -> None:
+        self._live -= admitted.requests
+        if admitted.tenant is not None:
+            self._accounts.add(admitted.tenant.name, -admitted.requests)
+            self._refusals.pop(admitted.tenant.name, None)
 
 
 def queue_names(queue: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from chairlift.core.request import Request
 from chairlift.core.step import TokenLogprobs
 from chairlift.engine.engine import Engine
 from chairlift.serving import messages
-from chairlift.serving.messages import AnswerUpdate, PromptScores, Scored, Stats, Submit
+from chairlift.serving.messages import AnswerUpdate, PromptScores, SampledLogprob, Stats, Submit
 
 
 def address_of(request: Request) -> tuple[int, int]:
@@ -70,8 +70,8 @@ def as_update(key: int, event: Event) -> AnswerUpdate:
     )
 
 
-def _scored(entry: TokenLogprobs) -> Scored:
-    return Scored(entry.token, entry.logprob, entry.rank, msgspec.Raw(messages.encode(entry.top)))
+def _scored(entry: TokenLogprobs) -> SampledLogprob:
+    return SampledLogprob(entry.token, entry.logprob, entry.rank, msgspec.Raw(messages.encode(entry.top)))
 
 
 def stats_of(engine: Engine, took: float, swapped: tuple[int, int], sent_blocks: int) -> Stats:

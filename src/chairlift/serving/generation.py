@@ -13,7 +13,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.params import SamplingParams
 from chairlift.core.request import FinishReason
 from chairlift.core.step import PromptLogprobs, TokenLogprobs
-from chairlift.serving.admission import Ticket
+from chairlift.serving.admission import Admitted
 from chairlift.serving.backlog import Backlog, size_of
 from chairlift.serving.failures import Failure, broken, from_request, timed_out, unavailable
 from chairlift.serving.fleet import Fleet
@@ -31,7 +31,7 @@ _AT_ONCE = 64 << 10  # bytes of chunks per write
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EncodedPrompt:
     """One prompt, ready for the engine."""
 
     text: str | None
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CallFields:
     """Fields that all prompts of a call share: its id, and the inputs of scheduling policies."""
 
     id: str
@@ -63,25 +63,25 @@ class Terms:
 class Generation:
     """The answers to one prompt."""
 
-    def __init__(self, group: Answering, asked: Asked, first_choice: int, ticket: Ticket) -> None:
-        self.asked = asked
+    def __init__(self, group: Answering, encoded: EncodedPrompt, first_choice: int, admitted: Admitted) -> None:
+        self.encoded = encoded
         self._group = group
         self._first_choice = first_choice
-        self._ticket = ticket
+        self._admitted = admitted
         self._key = group.client.new_key()
-        params = asked.params
+        params = encoded.params
         self._reader = RequestReader(
             str(self._key),
-            asked.text,
-            asked.prompt,
+            encoded.text,
+            encoded.prompt,
             params,
             group.tokenizer,
             group.arrival,
             keep_scores=group.streams,
-            form=asked.form,
+            form=encoded.form,
         )
         self.output = self._reader.output
-        self.output.thinking = asked.thinking
+        self.output.thinking = encoded.thinking
         # Log-probabilities of a reply that is not streamed, still encoded: a text process decodes them.
         self._scores: list[list[bytes]] = [[] for _ in self.output.outputs]
         self._prompt_scores: list[tuple[int, bytes]] = []
@@ -95,32 +95,32 @@ class Generation:
 
     def submit(self) -> None:
         """Send the prompt to the engine."""
-        asked, params, terms = self.asked, self.asked.params, self._group.terms
+        encoded, params, call = self.encoded, self.encoded.params, self._group.call
         order = Submit(
             key=self._key,
-            id=terms.id,
-            prompt=asked.prompt,
+            id=call.id,
+            prompt=encoded.prompt,
             params=params.for_engine(),
             arrival=self._group.arrival,
-            seed=asked.seed,
-            eos_ids=asked.eos_ids,
-            bad_words=asked.bad_words,
-            tenant=terms.tenant,
-            weight=terms.weight,
-            priority=terms.priority,
-            deadline=None if terms.ttft is None else self._group.arrival + terms.ttft,
-            endpoint=terms.endpoint,
-            salt=terms.salt,
-            grammar=asked.grammar,
+            seed=encoded.seed,
+            eos_ids=encoded.eos_ids,
+            bad_words=encoded.bad_words,
+            tenant=call.tenant,
+            weight=call.weight,
+            priority=call.priority,
+            deadline=None if call.ttft is None else self._group.arrival + call.ttft,
+            endpoint=call.endpoint,
+            salt=call.salt,
+            grammar=encoded.grammar,
             # Only what forbids tokens concerns the engine.
-            thinking=asked.thinking
-            if asked.grammar or (asked.thinking and asked.thinking.budget is not None)
+            thinking=encoded.thinking
+            if encoded.grammar or (encoded.thinking and encoded.thinking.budget is not None)
             else None,
-            prediction=asked.prediction,
+            prediction=encoded.prediction,
         )
-        self._group.metrics.submitted(len(asked.prompt), params.width, params.max_tokens)
+        self._group.metrics.submitted(len(encoded.prompt), params.width, params.max_tokens)
         if not self._has_ended:  # the engine may have ended while the previous prompt was sent
-            self._group.client.submit(order, self, terms.session)
+            self._group.client.submit(order, self, call.session)
 
     # ---- called by the EngineClient of its engine
 
@@ -149,7 +149,7 @@ class Generation:
                 answer.logprobs.clear()  # the chunk holds them: they are sent once
             chunk.index += self._first_choice
             self._group.push(chunk)
-        elif update.logprobs is not None and self.asked.params.logprobs is not None:
+        elif update.logprobs is not None and self.encoded.params.logprobs is not None:
             self._scores[update.index].append(encode(update.logprobs))
         if self.output.finished:
             self._end(str(chunk.finish_reason))
@@ -182,7 +182,7 @@ class Generation:
 
     def part(self) -> OutputPart:
         """Return the prompt and its answers, for a reply that is not streamed."""
-        params, output = self.asked.params, self.output
+        params, output = self.encoded.params, self.output
         return OutputPart(
             output.prompt,
             output.prompt_token_ids,
@@ -215,7 +215,7 @@ class Generation:
         """Record the time between tokens; tokens of one update have 0 between them."""
         now, metrics, group = time.monotonic(), self.output.metrics, self._group
         if metrics.output_tokens == tokens:
-            self._ticket.started(now)
+            self._admitted.started(now)
         if last := self._last_token[index]:
             group.metrics.between_tokens(now - last)
         else:
@@ -223,7 +223,7 @@ class Generation:
         self._last_token[index] = now
         for _ in range(tokens - 1):
             group.metrics.between_tokens(0.0)
-        self._ticket.count(tokens * self._cost)
+        self._admitted.count(tokens * self._cost)
 
     # ---- ending
 
@@ -250,12 +250,12 @@ class Generation:
         self._group.client.forget(self._key)
         assert metrics.finished is not None
         now, first, started = metrics.finished, metrics.first_token, metrics.started
-        self._ticket.started(now)
+        self._admitted.started(now)
         self._group.metrics.ended(
             reason,
             e2e=now - metrics.arrival,
             output_tokens=metrics.output_tokens,
-            prompt_tokens=len(self.asked.prompt),
+            prompt_tokens=len(self.encoded.prompt),
             queue=None if started is None else started - metrics.arrival,
             prefill=None if first is None or started is None else first - started,
             decode=None if first is None else now - first,
@@ -265,14 +265,14 @@ class Generation:
         self._group.wake()
 
     def _served(self) -> Served:
-        terms, answers = self._group.terms, self.output.outputs
+        call, answers = self._group.call, self.output.outputs
         lengths = [len(answer.token_ids) for answer in answers]
-        arrival, prompt = self._group.arrival, self.asked.prompt
-        return Served(arrival, prompt, lengths, terms.tenant, terms.endpoint, terms.priority, terms.salt)
+        arrival, prompt = self._group.arrival, self.encoded.prompt
+        return Served(arrival, prompt, lengths, call.tenant, call.endpoint, call.priority, call.salt)
 
     def release(self) -> None:
-        """Release its ticket: the client has read the answer or disconnected."""
-        self._ticket.release(time.monotonic())
+        """Release what admission counts for it: the client has read the answer or disconnected."""
+        self._admitted.release(time.monotonic())
 
 
 @dataclass(slots=True, eq=False)
@@ -282,7 +282,7 @@ class Answering:
     client: Fleet
     metrics: Metrics
     tokenizer: Tokenizer | None
-    terms: Terms
+    call: CallFields
     timeout: float | None
     streams: bool  # whether the reply is streamed
     backlog: Backlog = field(default_factory=Backlog)
@@ -293,11 +293,11 @@ class Answering:
     _pending: deque[Chunk] = field(default_factory=deque)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self, asked: list[Asked], admit: Callable[[list[Asked]], list[Ticket]]) -> None:
+    def start(self, encoded: list[EncodedPrompt], admit: Callable[[list[EncodedPrompt]], list[Admitted]]) -> None:
         """Admit and submit all prompts, or none."""
         choice = 0
-        for each, ticket in zip(asked, admit(asked), strict=True):
-            self.generations.append(Generation(self, each, choice, ticket))
+        for each, admitted in zip(encoded, admit(encoded), strict=True):
+            self.generations.append(Generation(self, each, choice, admitted))
             choice += each.params.n
         for generation in self.generations:
             generation.submit()
@@ -379,13 +379,13 @@ class Answering:
             generation.abort()
 
     def close(self) -> None:
-        """Abort, drop pending chunks and release the tickets: the client has read the reply or disconnected."""
+        """Abort, drop pending chunks and end admission's count: the client has read the reply or disconnected."""
         self.abort()
         self._drop()
         self.release()
 
     def release(self) -> None:
-        """Release the tickets of all generations."""
+        """Release what admission counts for all generations."""
         for generation in self.generations:
             generation.release()
 

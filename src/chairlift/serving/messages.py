@@ -100,7 +100,7 @@ class Watch(msgspec.Struct, frozen=True, array_like=True, tag=7):
 Order = Submit | Abort | Stop | Explain | ResetPrefixCache | Read | Watch
 
 
-class Scored(msgspec.Struct, frozen=True, array_like=True):
+class SampledLogprob(msgspec.Struct, frozen=True, array_like=True):
     """A token's log-probability, its rank, and the likeliest alternatives."""
 
     token: Token
@@ -125,7 +125,7 @@ class AnswerUpdate(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str | None = None
     started: float | None = None  # when it was admitted to the batch; with the first tokens only
     cached: int = 0  # prompt tokens found in the prefix cache; with the first tokens only
-    logprobs: Scored | None = None
+    logprobs: SampledLogprob | None = None
     prompt_logprobs: PromptScores | None = None
     error: str | None = None
     drafts: tuple[int, int] | None = None  # draft tokens checked and accepted so far, if there were any

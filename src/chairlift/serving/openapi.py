@@ -7,7 +7,7 @@ from typing import Any
 from chairlift import __version__
 from chairlift.core.params import ABOUT
 from chairlift.openai.params import FIELDS
-from chairlift.serving.asking import LONGEST, MOST
+from chairlift.serving.encoding import LONGEST, MOST
 
 Schema = dict[str, Any]
 

@@ -17,8 +17,8 @@ from chairlift.core.errors import ContextLengthError, RequestError
 from chairlift.openai.options import NAME
 from chairlift.openai.params import get
 from chairlift.openai.tools import read_tools
-from chairlift.serving.asking import INLINE, check_sizes
 from chairlift.serving.assets import INDEX, asset
+from chairlift.serving.encoding import INLINE, check_sizes
 from chairlift.serving.failures import Failure, invalid, unavailable
 from chairlift.serving.fleet import Fleet
 from chairlift.serving.messages import Explained

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from chairlift.core.errors import RequestError
 from chairlift.openai.options import Options
 from chairlift.serving.failures import Failure
-from chairlift.serving.generation import Asked
+from chairlift.serving.generation import EncodedPrompt
 
 MOST = 1 << 19  # in one reply: some 40 MB of JSON, or 25,000 tokens with 20 alternatives each
 STREAMED = 1 << 12  # for the prompts of a stream: the event loop writes its chunks
@@ -43,14 +43,14 @@ class ScoreBudget:
         self.held -= count
 
 
-def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, chat: bool) -> int:
+def count_scores(encoded: Sequence[EncodedPrompt], options: Options, max_length: int, *, chat: bool) -> int:
     """Return the most log-probabilities that the reply can have, or raise a RequestError if they are too many.
 
     A prompt's ids or text, repeated for each answer, count as one per token.
     """
-    params = asked[0].params
+    params = encoded[0].params
     copies = 1 if chat else params.n  # a chat reply has its prompt only once
-    prompts = copies * sum(len(each.prompt) for each in asked)
+    prompts = copies * sum(len(each.prompt) for each in encoded)
     scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
     most, where = (STREAMED, "stream") if options.stream else (MOST, "reply")
     if prompts * scored > most:
@@ -68,7 +68,7 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
     if params.logprobs is None:
         return shown
     each = params.width * (params.logprobs + 1)
-    tokens = sum(_most_tokens(one, max_length) for one in asked)
+    tokens = sum(_most_tokens(one, max_length) for one in encoded)
     if options.stream:  # chunks are sent as they are generated, and Backlog bounds the unread ones
         return min(MOST, shown + each * tokens)
     if shown + each * tokens > MOST:
@@ -80,18 +80,18 @@ def count_scores(asked: Sequence[Asked], options: Options, max_length: int, *, c
     return shown + each * tokens
 
 
-def with_room(asked: Asked, max_length: int) -> Asked:
+def with_room(encoded: EncodedPrompt, max_length: int) -> EncodedPrompt:
     """Set max_tokens, if it is not given and the log-probabilities could otherwise be too many for a reply."""
-    params = asked.params
+    params = encoded.params
     if params.max_tokens is not None or params.logprobs is None:
-        return asked
+        return encoded
     scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 2
-    room = (MOST - scored * len(asked.prompt)) // (params.width * (params.logprobs + 1))
-    if room >= max_length - len(asked.prompt):
-        return asked
-    return replace(asked, params=replace(params, max_tokens=max(1, params.min_tokens, room)))
+    room = (MOST - scored * len(encoded.prompt)) // (params.width * (params.logprobs + 1))
+    if room >= max_length - len(encoded.prompt):
+        return encoded
+    return replace(encoded, params=replace(params, max_tokens=max(1, params.min_tokens, room)))
 
 
-def _most_tokens(asked: Asked, max_length: int) -> int:
-    room = max_length - len(asked.prompt)
-    return room if asked.params.max_tokens is None else min(room, asked.params.max_tokens)
+def _most_tokens(encoded: EncodedPrompt, max_length: int) -> int:
+    room = max_length - len(encoded.prompt)
+    return room if encoded.params.max_tokens is None else min(room, encoded.params.max_tokens)

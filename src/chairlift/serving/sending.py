@@ -15,7 +15,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.failures import Failure
 from chairlift.serving.fleet import Fleet
-from chairlift.serving.generation import Asked, Terms
+from chairlift.serving.generation import CallFields, EncodedPrompt
 from chairlift.serving.messages import PREFILLED, AnswerUpdate, Submit
 
 SEND_TO, PROOF = "x-chairlift-send-to", "x-chairlift-proof"
@@ -65,19 +65,19 @@ class Sent:
             self.done.set_result(is_sent)
 
 
-async def send_prompt(fleet: Fleet, asked: Asked, terms: Terms, address: str) -> bool:
+async def send_prompt(fleet: Fleet, encoded: EncodedPrompt, call: CallFields, address: str) -> bool:
     """Compute a prompt and send its blocks to an address; whether all of it was computed."""
     order = Submit(
         fleet.new_key(),
-        terms.id,
-        asked.prompt,
+        call.id,
+        encoded.prompt,
         SamplingParams(),
         arrival=time.monotonic(),
-        tenant=terms.tenant,
-        weight=terms.weight,
-        priority=terms.priority,
-        endpoint=terms.endpoint,
-        salt=terms.salt,
+        tenant=call.tenant,
+        weight=call.weight,
+        priority=call.priority,
+        endpoint=call.endpoint,
+        salt=call.salt,
     )
     found = fleet.place_prompt(order, address, sent := Sent())
     if found is None:

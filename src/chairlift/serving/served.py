@@ -13,8 +13,8 @@ from chairlift.routing.pools import Pools
 from chairlift.routing.router import Router
 from chairlift.serving.accounts import Accounts, SharedLoads
 from chairlift.serving.admission import Admission, queue_names
-from chairlift.serving.asking import Reader
 from chairlift.serving.beat import Beat
+from chairlift.serving.encoding import Reader
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.engine_metrics import EngineMetrics
 from chairlift.serving.families import Families

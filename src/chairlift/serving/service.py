@@ -16,12 +16,12 @@ from chairlift.apis.front import Front
 from chairlift.openai.chunks import ChatChunks, Chunks, TextChunks
 from chairlift.openai.options import Options, check_stream, read_options
 from chairlift.openai.params import set_aside_unknown
-from chairlift.serving.admission import Refused, Ticket
+from chairlift.serving.admission import Admitted, Refused
 from chairlift.serving.backlog import Backlog
 from chairlift.serving.body import read_object
 from chairlift.serving.failures import Failure, invalid, unavailable
 from chairlift.serving.families import Families
-from chairlift.serving.generation import Answering, Asked, Terms
+from chairlift.serving.generation import Answering, CallFields, EncodedPrompt
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
 from chairlift.serving.page import Page
@@ -135,7 +135,7 @@ class Call:
         return Backlog() if connection is None else connection.backlog
 
     def close(self) -> None:
-        """Release its bytes, log-probabilities and tickets."""
+        """Release its bytes, log-probabilities and what admission counts for it."""
         self._hold(-self._held)
         self.service.scores.release(self.scores)
         self.scores = 0
@@ -200,18 +200,18 @@ class Call:
 
     async def generate(self, front: Front) -> Response:
         """Serve a request of an API that generates, streamed or not."""
-        options, asked, session = await self._read(front)  # the body is freed before the request waits
+        options, encoded, session = await self._read(front)  # the body is freed before the request waits
         if (target := target_of(self.http.headers, self.service.cluster_key)) is not None:
-            return await self._send_prompts(front, options, asked, target)
+            return await self._send_prompts(front, options, encoded, target)
         timeout = options.timeout if options.timeout is not None else self.service.timeout
-        terms = self._terms(options, "chat" if front.is_chat else "completions", session)
+        call = self._call_fields(options, "chat" if front.is_chat else "completions", session)
         model, backlog = self.model, self.backlog
         tokenizer = model.reader.tokenizer
         answering = Answering(
-            model.fleet, model.metrics, tokenizer, terms, timeout, options.stream, backlog, self.service.recording
+            model.fleet, model.metrics, tokenizer, call, timeout, options.stream, backlog, self.service.recording
         )
         self.answering = answering
-        answering.start(asked, self._admit)
+        answering.start(encoded, self._admit)
         self._hold(-self._held)  # from here on, admission counts its bytes
         self.outputs = answering.outputs
         if answering.failure is not None:  # the engine has just ended: even a stream can still get an error status
@@ -221,18 +221,20 @@ class Call:
             return EventStream(answering, chunks, options, front, self.id, self.repeated)
         return await self._whole(answering, options, front)
 
-    async def _send_prompts(self, front: Front, options: Options, asked: list[Asked], target: str) -> Response:
+    async def _send_prompts(
+        self, front: Front, options: Options, encoded: list[EncodedPrompt], target: str
+    ) -> Response:
         """Compute the prompts for a server that decodes them; the reply says whether it has their blocks."""
-        terms = self._terms(options, "chat" if front.is_chat else "completions", "")
-        tickets = self._admit(asked)
+        call = self._call_fields(options, "chat" if front.is_chat else "completions", "")
+        admitted = self._admit(encoded)
         try:
-            sent = [await self.attended(send_prompt(self.model.fleet, each, terms, target)) for each in asked]
+            sent = [await self.attended(send_prompt(self.model.fleet, each, call, target)) for each in encoded]
         finally:
-            for ticket in tickets:
-                ticket.release(time.monotonic())
+            for each in admitted:
+                each.release(time.monotonic())
         return Response(b'{"sent": %s}' % str(all(sent)).lower().encode(), media_type="application/json")
 
-    async def _read(self, front: Front) -> tuple[Options, list[Asked], str]:
+    async def _read(self, front: Front) -> tuple[Options, list[EncodedPrompt], str]:
         """Read the body: options, prompts ready for the engine, and the session."""
         service, chat = self.service, front.is_chat
         raw, self.repeated = await self.read_body(front.read)
@@ -242,35 +244,35 @@ class Call:
         self.id = options.request_id or self.id
         self._check_priority(options)
         reader = self.model.reader
-        asked = await (reader.chat if chat else reader.completion)(body, hello, self.attended)
+        encoded = await (reader.chat if chat else reader.completion)(body, hello, self.attended)
         if options.stream:
-            check_stream(asked[0].params)
+            check_stream(encoded[0].params)
         else:
-            asked = [with_room(each, hello.max_length) for each in asked]
-        scores = count_scores(asked, options, hello.max_length, chat=chat)
+            encoded = [with_room(each, hello.max_length) for each in encoded]
+        scores = count_scores(encoded, options, hello.max_length, chat=chat)
         service.scores.hold(scores)
         self.scores = scores
-        return options, asked, session_of(raw, self.http.headers.get("x-session-id"))
+        return options, encoded, session_of(raw, self.http.headers.get("x-session-id"))
 
-    def _terms(self, options: Options, endpoint: str, session: str) -> Terms:
+    def _call_fields(self, options: Options, endpoint: str, session: str) -> CallFields:
         tenant = self.tenant or Tenant("")
         ttft = tenant.ttft if options.ttft is None else options.ttft
         salt = salt_of(tenant.name, options.cache_salt)
-        return Terms(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft, salt, session)
+        return CallFields(self.id, endpoint, tenant.name, tenant.weight, options.priority, ttft, salt, session)
 
-    def _admit(self, asked: list[Asked]) -> list[Ticket]:
-        model, prompts = self.model, [len(each.prompt) for each in asked]
-        outputs = sum(each.params.width * (each.params.max_tokens or 0) for each in asked)
+    def _admit(self, encoded: list[EncodedPrompt]) -> list[Admitted]:
+        model, prompts = self.model, [len(each.prompt) for each in encoded]
+        outputs = sum(each.params.width * (each.params.max_tokens or 0) for each in encoded)
         try:
-            ticket = model.admission.admit(
+            admitted = model.admission.admit(
                 self.tenant,
                 sum(prompts),
                 outputs,
                 time.monotonic(),
-                requests=len(asked),
+                requests=len(encoded),
                 body_bytes=self.body_bytes,
             )
-            return ticket.split(prompts)
+            return admitted.split(prompts)
         except Refused as error:
             refusal = error.refusal
             model.metrics.refused(refusal.reason)
@@ -304,13 +306,13 @@ class Call:
             front.prefix + self.id,
             self.model.name,
             front.is_chat,
-            answering.generations[0].asked.params.logprobs,
+            answering.generations[0].encoded.params.logprobs,
             [generation.part() for generation in answering.generations],
             self._shows_ids(options),
             options.echo,
             options.no_output,
-            answering.generations[0].asked.form,
-            answering.generations[0].asked.thinking,
+            answering.generations[0].encoded.form,
+            answering.generations[0].encoded.thinking,
             front.name,
             self.repeated,
         )
@@ -321,8 +323,8 @@ class Call:
         common = (front.prefix + self.id, self.model.name, self.model.reader.tokenizer, prompts)
         shown = {"usage": options.include_usage, "token_ids": self._shows_ids(options)}
         if front.is_chat:
-            asked = answering.generations[0].asked
-            return ChatChunks(*common, top=asked.params.logprobs or 0, form=asked.form, **shown)
+            encoded = answering.generations[0].encoded
+            return ChatChunks(*common, top=encoded.params.logprobs or 0, form=encoded.form, **shown)
         return TextChunks(*common, echo=options.echo, no_output=options.no_output, **shown)
 
 

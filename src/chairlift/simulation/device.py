@@ -29,7 +29,7 @@ class VirtualClock:
 
 
 @dataclass(slots=True)
-class Ticket:
+class LaunchedStep:
     """A step on the device: when it ends, and its tokens."""
 
     end: float
@@ -51,7 +51,7 @@ class SimulatedDevice:
         self._last = [0] * rows  # position of each row's last token
         self.busy = 0.0  # seconds of all steps
 
-    def launch(self, step: Step) -> Ticket:
+    def launch(self, step: Step) -> LaunchedStep:
         """Start a step when the step before it ends."""
         for row, _, _, _, sampling in step.newcomers:
             self._last[row] = _last_position(sampling)
@@ -63,7 +63,7 @@ class SimulatedDevice:
             seconds += self._wake
         self._free_at = start + seconds
         self.busy += seconds
-        return Ticket(self._free_at, self._choose(step))
+        return LaunchedStep(self._free_at, self._choose(step))
 
     def _choose(self, step: Step) -> list[int]:
         """Return the token of each sample."""
@@ -81,13 +81,13 @@ class SimulatedDevice:
             first += count
         return [STOP if end >= last[row] else 0 for row, end in zip(rows, ends, strict=True)]
 
-    def choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
+    def choose(self, launched: LaunchedStep, masks: list[Bits | None]) -> None:
         """Do nothing: simulated answers have no grammar."""
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """Advance the clock to the step's end."""
-        self._clock.reach(ticket.end)
-        return StepResult(ticket.tokens)
+        self._clock.reach(launched.end)
+        return StepResult(launched.tokens)
 
 
 def work_of(step: Step) -> Work:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from chairlift.cluster.tensor_parallel.ranks import Ranks
 from chairlift.core.step import Bits, Step, StepResult
-from chairlift.execution.executor import Ticket, TorchExecutor
+from chairlift.execution.executor import LaunchedStep, TorchExecutor
 
 
 class TensorParallelExecutor:
@@ -19,22 +19,22 @@ class TensorParallelExecutor:
     def __init__(self, executor: TorchExecutor, ranks: Ranks) -> None:
         self._executor, self._ranks = executor, ranks
 
-    def launch(self, step: Step) -> Ticket:
+    def launch(self, step: Step) -> LaunchedStep:
         """Start one forward pass."""
         with self._all_ranks():
             self._ranks.send({"launch": step.plain(chooses=False)})
             return self._executor.launch(step)
 
-    def choose(self, ticket: Ticket, masks: list[Bits | None]) -> None:
+    def choose(self, launched: LaunchedStep, masks: list[Bits | None]) -> None:
         """Choose the tokens of a step's masked samples; only rank 0 needs the masks."""
         with self._all_ranks():
             self._ranks.send({"choose": len(masks)})
-            self._executor.choose(ticket, masks)
+            self._executor.choose(launched, masks)
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and return its results."""
         with self._all_ranks():
-            result = self._executor.collect(ticket)
+            result = self._executor.collect(launched)
             self._ranks.check()  # NCCL operations that were aborted complete with wrong results
             return result
 

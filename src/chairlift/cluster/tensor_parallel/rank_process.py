@@ -27,7 +27,7 @@ from chairlift.core.step import Step
 from chairlift.core.values import one_line
 from chairlift.engine.garbage import freeze_loaded
 from chairlift.execution.build import Loaded, find_model, load_found, prepare
-from chairlift.execution.executor import Ticket, TorchExecutor
+from chairlift.execution.executor import LaunchedStep, TorchExecutor
 
 log = logging.getLogger("chairlift")
 
@@ -53,7 +53,7 @@ class Follower:
         self._group, self._receiver, self._reports = group, receiver, reports
         self._loaded: Loaded | None = None
         self._executor: TorchExecutor | None = None
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
 
     def run(self) -> None:
         """Serve until rank 0 closes the channel."""

@@ -29,7 +29,7 @@ from chairlift.openai.params import (
     read_thinking,
 )
 from chairlift.openai.tools import ToolUse, enforced, read_tools
-from chairlift.serving.generation import Asked
+from chairlift.serving.generation import EncodedPrompt
 from chairlift.serving.messages import Hello
 from chairlift.serving.text_jobs import Chat, CheckGrammar, Encode, Encoded, Job, Prompt, Room, estimate, perform
 from chairlift.serving.text_pool import TextPool
@@ -78,7 +78,7 @@ class Reader:
     family: Family = field(default_factory=Family, kw_only=True)
     grammars: OrderedDict[Structured, str] = field(default_factory=OrderedDict, kw_only=True)  # checked ones
 
-    async def chat(self, body: Body, hello: Hello, attend: Attend) -> list[Asked]:
+    async def chat(self, body: Body, hello: Hello, attend: Attend) -> list[EncodedPrompt]:
         """Read a chat completion: one prompt."""
         check_sizes(body)
         params, use, budget = read_chat_params(body, self.defaults), read_tools(body), read_thinking(body)
@@ -87,7 +87,7 @@ class Reader:
         job = self.chat_job(body, room_of(hello, params), params.bad_words, use)
         encoded = await self._encode(msgspec.structs.replace(job, prediction=read_prediction(body)), attend)
         try:
-            [asked] = self._ask([(None, encoded.prompts[0])], encoded.words, params, hello)
+            [ready] = self._ask([(None, encoded.prompts[0])], encoded.words, params, hello)
         except ContextLengthError as error:
             error.field = "messages"
             raise
@@ -96,7 +96,7 @@ class Reader:
         structured = enforced(use, params.structured, family.dialect, tokenizer)
         return [
             replace(
-                asked,
+                ready,
                 grammar=await self._grammar(structured, attend),
                 thinking=family.thinking(tokenizer, encoded.is_open, encoded.is_closed, budget),
                 form=form.opened(encoded.is_open),
@@ -119,7 +119,7 @@ class Reader:
             self.grammars.popitem(last=False)
         return source
 
-    async def completion(self, body: Body, hello: Hello, attend: Attend) -> list[Asked]:
+    async def completion(self, body: Body, hello: Hello, attend: Attend) -> list[EncodedPrompt]:
         """Read a plain completion: one prompt or several."""
         prompts = read_prompts(body)
         if len(prompts) > MOST["prompt"]:
@@ -139,11 +139,11 @@ class Reader:
         read: list[tuple[str | None, Prompt]] = []
         for each in prompts:
             read.append((each, next(found)) if isinstance(each, str) else (None, Prompt(len(each), each)))
-        asked = self._ask(read, encoded.words, params, hello)
+        ready = self._ask(read, encoded.words, params, hello)
         if params.structured is None:
-            return asked
+            return ready
         grammar = await self._grammar(params.structured, attend)
-        return [replace(each, grammar=grammar) for each in asked]
+        return [replace(each, grammar=grammar) for each in ready]
 
     def _check_texts(self, texts: list[str], room: Room, params: SamplingParams, hello: Hello) -> None:
         """Reject a text that by its size alone exceeds the context."""
@@ -188,25 +188,25 @@ class Reader:
 
     def _ask(
         self, read: list[tuple[str | None, Prompt]], words: list[list[int]], params: SamplingParams, hello: Hello
-    ) -> list[Asked]:
+    ) -> list[EncodedPrompt]:
         """Check each prompt against the limits and return it ready for the engine."""
         limits = limits_of(hello)
         bad_words = tuple(map(tuple, words))
         check_repeated(len(read), params, sum(map(len, words)))
         ends = all_eos_ids(self.tokenizer, hello.eos_ids, hello.vocab_size)
-        asked: list[Asked] = []
+        ready: list[EncodedPrompt] = []
         for text, prompt in read:
             if prompt.count and not prompt.ids:
                 raise ContextLengthError(
                     prompt.count, params.max_tokens, hello.max_length, is_estimate=prompt.is_estimate
                 )
             ids = limits.truncate(prompt.ids, params)
-            if asked:
+            if ready:
                 limits.check_prompt(ids, params)  # the other fields are the same for all prompts
             else:
                 limits.check(Request("", ids, params, eos_ids=ends, bad_words=bad_words))
-            asked.append(
-                Asked(
+            ready.append(
+                EncodedPrompt(
                     # An echo shows only what the model has read: not a text that was truncated.
                     text if len(ids) == prompt.count else None,
                     ids,
@@ -216,7 +216,7 @@ class Reader:
                     bad_words=words,
                 )
             )
-        return asked
+        return ready
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer, or raise a RequestError with the reason why there is none."""
