@@ -216,6 +216,7 @@ def test_sampled_tokens_keep_their_distribution(way: str, tmp_path: Path, monkey
     plain = sampled(LLM(str(folder), progress=False, max_sequences=100, seed=1), prompt, **params)
     llm = LLM(str(folder), progress=False, max_sequences=100, speculation="ngram", seed=2)
     speculation = speculate(llm, Guess())
+    speculation.fixed = 4  # not by step times, which a busy machine changes
     assert abs(differences(plain, sampled(llm, prompt, **params))) < 4
     accepted = sum(speculation.counts.accepted)
     assert accepted > 100 and sum(speculation.counts.drafted) - accepted > 1000

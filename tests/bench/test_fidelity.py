@@ -22,7 +22,7 @@ def test_waves_are_of_all_batch_sizes_and_fit_the_engine(tiny_model: Path) -> No
     settings = Settings.of(**SMALL)
     built = assemble(load_model(str(tiny_model), settings, progress=False), settings, progress=False)
     mixes = waves(built)
-    assert [len(mix.queries) for mix in mixes] == [1, 2, 4, 8]
+    assert [len(mix.queries) for mix in mixes] == [1, 2, 3, 4, 6, 8]
     longest = max(query.prompt_tokens for mix in mixes for query in mix.queries)
     assert 64 < longest <= min(256 - 25, built.limits.step_tokens)
     assert any(query.after_tokens for query in mixes[-1].queries), "some join while others decode"

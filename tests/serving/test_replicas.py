@@ -298,6 +298,7 @@ def test_each_model_has_limits_tokenizer_routes_and_metrics_of_its_own(models: R
     refused = models.post(COMPLETION, {**long, "model": "org/two"})
     assert refused.status_code == 400 and "256 tokens" in refused.json()["error"]["message"]
     for name, length in (("one", 512), ("org/two", 256)):
+        assert models.post(COMPLETION, {"prompt": [5], "max_tokens": 2, "model": name}).status_code == 200
         assert models.get(f"/tokenizer_info?model={name}").json()["model_max_length"] == length
         tokens = models.post("/tokenize", {"model": name, "prompt": "Hello"}).json()
         assert tokens["max_model_len"] == length

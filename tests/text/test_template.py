@@ -226,7 +226,7 @@ def test_a_template_cannot_run_away(template: str) -> None:
     begun = time.perf_counter()
     with pytest.raises(RequestError, match="chat template"):
         rendered(template, [user("x")])
-    assert time.perf_counter() - begun < 20  # about a second alone; without bounds these take hours or all memory
+    assert time.perf_counter() - begun < 60  # about a second alone; without bounds these take hours or all memory
 
 
 def test_a_long_honest_conversation_is_within_the_bounds() -> None:
