@@ -189,3 +189,16 @@ def _lines_up_to(log: IO[str], word: str, process: subprocess.Popen[bytes]) -> l
             return lines[: found + 1]
         assert not has_ended, "the server did not start"
         time.sleep(0.02)
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of a response that must be one, in OpenAI's shape."""
+    assert response.status_code == status, response.text[:300]
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert 0 < len(error["message"]) < 500  # it carries the wrong value, but not a body's worth of it
+    assert "raise max_" not in error["message"]  # a client cannot change the server's settings
+    return error

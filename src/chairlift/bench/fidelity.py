@@ -53,7 +53,7 @@ class StepRecorder(Driver):
 
 
 def waves(built: Built, seed: int = 0) -> list[Mix]:
-    """Return the requests to calibrate with: waves of 1, 2, 3, 4, 6, ... requests, half of which join later than the rest."""
+    """Return the requests to calibrate with: waves of 1, 2, 3, 4, 6, ... requests, half of which join later."""
     limits, r = built.limits, random.Random(seed)
     found = []
     for size in _SIZES:
