@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from test_checkpoint import hf_tensors, write_gguf
+from gguf_models import hf_tensors, write_gguf
 
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.recommended import recommended_sampling
