@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from running import Running, running
 
 from chairlift.engine.engine import MAX_FAILED_STEPS
+from chairlift.serving.pace import AT_ONCE, EVERY, LONGEST
 from tiny import make_tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -161,6 +163,33 @@ async def _kill_under_load(server: Running) -> float:
     refused = server.post(CHAT, asks(3, stream=False))
     assert refused.status_code in (200, 503)  # 200: it is back already
     return took
+
+
+def test_clients_that_retry_at_once_are_slowed_down_while_the_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
+    absent, seconds, clients = tmp_path / "absent", 2.0, 12
+    with (
+        running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_ABSENT": str(absent)}) as server,
+        ThreadPoolExecutor(clients) as pool,
+    ):
+        absent.touch()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.wait_until(lambda: not server.is_healthy(), 10)
+        until = time.monotonic() + seconds
+
+        def retry(_number: int) -> tuple[int, float]:
+            count = slowest = 0.0
+            while (begun := time.monotonic()) < until:
+                reply = server.post(CHAT, asks(3, stream=False))
+                assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+                count, slowest = count + 1, max(slowest, time.monotonic() - begun)
+            return int(count), slowest
+
+        found = list(pool.map(retry, range(clients)))
+        assert sum(count for count, _ in found) <= AT_ONCE + seconds / EVERY + clients
+        assert max(slowest for _, slowest in found) < LONGEST + 1
+        absent.unlink()
+        server.wait_until(server.is_healthy, 60)
+        assert server.post(CHAT, asks(3, stream=False)).status_code == 200
 
 
 @pytest.mark.long

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -319,6 +325,53 @@ def test_clients_that_leave_while_their_grammar_is_compiled_leave_nothing(server
         list(pool.map(leave, range(24)))
     server.wait_until(server.is_idle)
     assert server.metric("kv_cache_usage_perc") == 0
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended, whether or not it has been reaped."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signal_to_server", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
+def test_an_engine_killed_and_a_server_ended_while_grammars_are_compiled_leave_nothing(
+    tmp_path: Path, signal_to_server: signal.Signals
+) -> None:
+    model, clients, kills = make_tiny_model(tmp_path / "llama", max_position_embeddings=1024), 8, 2
+    ends: Counter[int] = Counter()
+    with running(model, "--kv-tokens", "4096", "--log-level", "error") as server, ThreadPoolExecutor(clients) as pool:
+
+        def ask(number: int) -> int:
+            """Send a schema that no other request has, and retry as the server asks for it."""
+            schema = {"enum": [f"{number}-{place}" for place in range(3000)]}
+            body = {"messages": TALK, "response_format": schema_format(schema), "max_tokens": 40, "temperature": 0}
+            while (reply := server.post(CHAT, body)).status_code == 503:
+                ends[503] += 1
+                time.sleep(float(reply.headers["retry-after"]))
+            if reply.status_code == 200 and reply.json()["choices"][0]["finish_reason"] == "stop":
+                jsonschema.validate(json.loads(reply.json()["choices"][0]["message"]["content"]), schema)
+            ends[reply.status_code] += 1
+            return reply.status_code
+
+        for kill in range(kills):
+            asked = [pool.submit(ask, kill * 100 + number) for number in range(2 * clients)]
+            server.wait_until(lambda known=ends[200]: ends[200] > known)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert {each.result() for each in asked} == {200}
+            server.wait_until(server.is_idle)
+        assert server.metric("engine_restarts_total") == kills and ends[503] > 0
+        assert server.metric("kv_cache_usage_perc") == 0
+
+        asked = [pool.submit(ask, 1000 + number) for number in range(4 * clients)]
+        server.wait_until(lambda known=ends[200]: ends[200] > known)
+        processes = server._children(("",))
+        server.process.send_signal(signal_to_server)
+        server.process.wait(60)
+        for each in asked:
+            each.cancel()
+        server.wait_until(lambda: not any(map(runs, processes)), 30)
 
 
 HOSTILE: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -64,6 +65,9 @@ class App:
             failure = self._explain(error, call)
             content = front_of(route).error(failure.error, failure.status, call.id)
             response = json_response(content, failure.status, failure.headers)
+        if failure is not None and failure.is_paced:
+            call.close()  # what it holds counts against other requests
+            await asyncio.sleep(self.service.pace.delay(time.monotonic()))
         response.headers["X-Request-Id"] = call.id
         if (header := front_of(route).id_header) is not None:
             response.headers[header] = call.id

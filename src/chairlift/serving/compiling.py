@@ -65,6 +65,10 @@ class Compiler:
         """Compile a grammar for a request."""
         self._threads.submit(self._compile, name, source)
 
+    def close(self) -> None:
+        """Drop the grammars that are not being compiled yet: the process would compile them all before it ends."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _compile(self, name: str, source: str) -> None:
         found: Constraint | Exception
         try:

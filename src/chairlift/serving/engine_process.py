@@ -97,6 +97,8 @@ class EngineLoop:
         drive(self._engine, self)
         if self._engine.fault is not None:
             log.error("the engine process ends and will be restarted: %s", self._engine.fault)
+        if self._compiler is not None:
+            self._compiler.close()
         for link in self._links:
             link.close()
         self._context.term()

@@ -24,6 +24,7 @@ class Failure(ChairliftError):  # noqa: N818  # a 429 or 503 only asks for a ret
     param: str | None = None
     retry_after: float | None = None
     more_headers: dict[str, str] = field(default_factory=dict)
+    is_paced: bool = False  # sent with a delay when there are many
 
     def __str__(self) -> str:
         return self.message

@@ -24,6 +24,7 @@ from chairlift.serving.families import Families
 from chairlift.serving.generation import Answering, CallFields, EncodedPrompt
 from chairlift.serving.keys import Keyring, Tenant
 from chairlift.serving.messages import Hello
+from chairlift.serving.pace import Pace
 from chairlift.serving.page import Page
 from chairlift.serving.pieces_response import PiecesResponse
 from chairlift.serving.recording import Recording
@@ -60,6 +61,7 @@ class Service:
     is_draining: bool = False
     scores: ScoreBudget = field(default_factory=ScoreBudget)
     held_bytes: int = 0  # of bodies before admission
+    pace: Pace = field(default_factory=Pace)  # of answers while no engine is running
     role: str = "both"  # for a router in front of it
     receives_at: str = ""  # where its engine receives KV blocks from other hosts
     cluster_key: bytes | None = None
@@ -99,7 +101,9 @@ class Service:
         trouble, hello = model.fleet.trouble, model.fleet.hello
         if trouble is not None or hello is None:
             model.metrics.refused("engine_down")
-            raise unavailable(trouble or "the engine is not running", 2.0)
+            failure = unavailable(trouble or "the engine is not running", 2.0)
+            failure.is_paced = True
+            raise failure
         return hello
 
 
