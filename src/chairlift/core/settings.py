@@ -45,7 +45,7 @@ class ModelSettings:
     )
     dtype: str = option(
         "auto",
-        "auto is the model's own dtype on a GPU; on a CPU it is float32, with quantized GGUF matrices multiplied as "
+        "auto is the model's own dtype on a GPU; on a CPU it is float32, with quantized integers multiplied as "
         "they are. float32 dequantizes them: use it for exact results.",
         ("auto", "float32", "bfloat16", "float16"),
     )

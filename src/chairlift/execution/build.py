@@ -46,6 +46,7 @@ from chairlift.ops.triton_found import HAS_TRITON
 
 console = Console(stderr=True)
 _TRIED = 16  # most tokens of the step that is timed
+_MIB = 1 << 20
 _PINNED = 4 << 30  # bytes of host memory that can be pinned for a GPU in about a second
 
 
@@ -104,6 +105,7 @@ class Built:
     device: torch.device
     slowest_step: float  # rough estimate of the largest step's seconds; 0: not known
     weight_bytes: int  # of the matrices that a step reads, on one rank
+    weights: str  # their formats and bytes, in words
     close: Callable[[], None] = lambda: None  # ends the processes of the other ranks
     exchange: BlockExchange | None = None  # for blocks from and to other processes; None: of several ranks
 
@@ -220,8 +222,28 @@ def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Execu
     if scheduling.speculation != "off":
         speculate(scheduler, scheduling, prepared.executor, loaded.decoder, prepared.cache, loaded.draft)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
-    weights = loaded.decoder.read_bytes
-    return Built(engine, loaded.config, limits, capacity, loaded.checkpoint, device, prepared.slowest_step, weights)
+    read = loaded.decoder.formats
+    return Built(
+        engine,
+        loaded.config,
+        limits,
+        capacity,
+        loaded.checkpoint,
+        device,
+        prepared.slowest_step,
+        sum(read.values()),
+        describe_formats(read),
+    )
+
+
+def describe_formats(read: dict[str, int]) -> str:
+    """Return the formats of the weights that a step reads, in words.
+
+    >>> describe_formats({"int4": 82 << 20, "float32": 216 << 20})
+    'float32 216 MiB, int4 82 MiB'
+    """
+    by_size = sorted(read.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{name} {count / _MIB:,.0f} MiB" for name, count in by_size)
 
 
 def keeps_prefixes(settings: Settings, capacity: Capacity) -> bool:

@@ -107,6 +107,7 @@ class SafetensorsCheckpoint:
             "generation_config"
         )  # checks that it is an object, also if config.json itself has it
         self.read_bytes = 0
+        self._touched: list[str] = []  # tensors that a format has read since pages were last released
         self._files: dict[str, SafetensorsFile] = {}
         index = self._index()
         for shard in self._shards(index):
@@ -157,6 +158,7 @@ class SafetensorsCheckpoint:
         """Return a tensor as it is stored: a view of its file."""
         tensor = self._file(name).read(name)
         self.read_bytes += tensor.nbytes
+        self._touched.append(name)
         return tensor
 
     def tensor(
@@ -179,14 +181,20 @@ class SafetensorsCheckpoint:
         stored = self._file(name).read(name)
         stored = stored if cut is None else cut.of(stored)  # the other pages of the mapped file are not touched
         self.read_bytes += stored.nbytes
-        return stored.to(device=device, dtype=dtype)
+        tensor = stored.to(device=device, dtype=dtype)
+        if tensor is not stored:
+            self._file(name).release(name)
+        return tensor
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
         """Read a matrix or a part of it."""
         from chairlift.ops.dense import Dense
 
         if self.format is not None and self.format.covers(name):
-            return self.format.read(name, dtype, device, cut)
+            read = self.format.read(name, dtype, device, cut)
+            weight = read.dense() if self.format.expands else read
+            self._release()
+            return weight
         stored = self._file(name).tensors[name].dtype
         if stored.startswith("float8"):
             raise ModelError(
@@ -194,6 +202,12 @@ class SafetensorsCheckpoint:
                 "quantization_config or the tensor's scales are missing"
             )
         return Dense(self.tensor(name, dtype, device, cut=cut))
+
+    def _release(self) -> None:
+        """Drop the pages of the tensors of a matrix that has been read."""
+        for name in self._touched:
+            self._file(name).release(name)
+        self._touched.clear()
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,15 @@ class Decoder:
         return sum(math.prod(linear.shape) for block in self.blocks for linear in block.linears.values())
 
     @property
+    def formats(self) -> dict[str, int]:
+        """Bytes of the matrices that a step reads, those of all layers and the head, by format."""
+        linears = [linear for block in self.blocks for linear in block.linears.values()]
+        return sum((Counter(linear.formats) for linear in (*linears, self.head)), Counter())
+
+    @property
     def read_bytes(self) -> int:
-        """Bytes of the matrices that a step reads: those of all layers and the head."""
-        return sum(linear.nbytes for block in self.blocks for linear in block.linears.values()) + self.head.nbytes
+        """Bytes of the matrices that a step reads."""
+        return sum(self.formats.values())
 
     def kv_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one token's keys and values in all layers, in the model's dtype by default."""

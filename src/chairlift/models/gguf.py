@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
 from chairlift.models.cut import Cut
-from chairlift.models.mapped import REFETCH, map_file
+from chairlift.models.mapped import REFETCH, map_file, release
 from chairlift.ops.block_formats import FORMATS, UNSUPPORTED, BlockFormat
 
 if TYPE_CHECKING:
@@ -112,11 +112,8 @@ class GgufFile:
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages of the mapped file from memory; they are read again when they are used again."""
-        tensor, page = self.tensors[name], mmap.PAGESIZE
-        first = -(-tensor.offset // page) * page
-        last = (tensor.offset + tensor.nbytes) // page * page
-        if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self._data.madvise(mmap.MADV_DONTNEED, first, last - first)
+        tensor = self.tensors[name]
+        release(self._data, tensor.offset, tensor.nbytes)
 
     def _place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
         """Convert offsets in the data section to offsets in the file, and check them against its size."""

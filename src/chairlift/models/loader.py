@@ -17,6 +17,7 @@ from chairlift.models.families import build_decoder, outline, record
 from chairlift.models.formats.on_load import OnLoad, quantize
 from chairlift.ops.dense import Dense
 from chairlift.ops.group import Group
+from chairlift.ops.grouped import Grouped
 from chairlift.ops.vocabulary import part_size
 from chairlift.ops.weight import Weight
 
@@ -90,7 +91,8 @@ class Quantizing:
             raise SettingsError(
                 f"quantization is set, but the checkpoint's {name} is quantized already: leave quantization out"
             )
-        return quantize(read.tensor, self._format.code)
+        rounded = quantize(read.tensor, self._format.code)
+        return rounded.dense() if self._format.expands and isinstance(rounded, Grouped) else rounded
 
 
 class LoadingTake:

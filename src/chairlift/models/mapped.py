@@ -23,3 +23,11 @@ def map_file(path: Path) -> mmap.mmap:
     if data[: len(LFS_POINTER)] == LFS_POINTER:
         raise ModelError(f"{path} is a Git LFS pointer and not the weights: run `git lfs pull` in its folder")
     return data
+
+
+def release(data: mmap.mmap, start: int, count: int) -> None:
+    """Drop the whole pages of a part of a mapped file from memory; they are read again when they are used again."""
+    page = mmap.PAGESIZE
+    first, last = -(-start // page) * page, (start + count) // page * page
+    if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        data.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.core.errors import ModelError
 from chairlift.core.values import is_name, show
-from chairlift.models.mapped import REFETCH, map_file
+from chairlift.models.mapped import REFETCH, map_file, release
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,11 @@ class SafetensorsFile:
         if stored.offset % stored.itemsize:  # the format does not guarantee alignment, kernels expect it
             raw = raw.clone()
         return raw.view(dtype).view(stored.shape)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages of the mapped file from memory; they are read again when they are used again."""
+        stored = self.tensors[name]
+        release(self._data, stored.offset, stored.nbytes)
 
     def _header(self) -> tuple[dict[str, Any], int]:
         """Return the tensors' descriptions, and the offset of the data."""

@@ -56,6 +56,7 @@ class LLM:
         self.config = self._built.config
         self.capacity = self._built.capacity
         self.weight_bytes = self._built.weight_bytes
+        self.weights = self._built.weights  # their formats, in words
         self._builder = RequestBuilder(model, self._built, self.settings)
         self._reader = self._builder.prompts
         self.tokenizer = self._builder.tokenizer

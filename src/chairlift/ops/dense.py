@@ -45,6 +45,11 @@ class Dense(Weight):
         """The device that the matrix is on."""
         return self.tensor.device
 
+    @property
+    def format(self) -> str:
+        """The format's name for users."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
         return F.linear(x, self.tensor)
@@ -128,9 +133,9 @@ class PackedProduct(Product):
         self._gate = (0.0, 0.0) if gate is None else (gate.linear, gate.cubic)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that one call reads."""
-        return self._panels.nbytes
+    def formats(self) -> dict[str, int]:
+        """Bytes that one call reads, by format."""
+        return {"float32": self._panels.nbytes}
 
     def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:
         """Return the output; with `add_to`, add the output there in place and return that."""

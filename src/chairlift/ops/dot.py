@@ -17,7 +17,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.ops.panels import DOT, DOTS, LAYOUTS, ROWS, SIGNED, VECTORS, Panels
+from chairlift.ops.panels import DOT, DOTS, ROWS, SIGNED, VECTORS, Panels
 from chairlift.ops.tile import WIDTH, emit_fetch
 
 _f32, _f16 = ir.FloatType(), ir.HalfType()
@@ -112,22 +112,42 @@ class _Tile:
     def scales(self, block: Any, group: Any, number: int) -> list[Any]:
         """Return the scales, or the minimums if `number` is 1, of a group's outputs."""
         builder, panels, size = self.builder, self.panels, self.vectors * self.width
-        halves, found = ir.VectorType(_f16, self.width), []
+        found = []
         for v in range(self.vectors):
             at = number * size + v * self.width
-            if not panels.has_units:
-                found.append(builder.fpext(self.load(group, 2 * at, halves), self.floats))
-                continue
-            unit = builder.fpext(self.load(block, 2 * at, halves), self.floats)
-            whole = builder.sext(self.load(group, at, ir.VectorType(_i8, self.width)), self.lanes)
-            found.append(builder.fmul(unit, builder.sitofp(whole, self.floats)))
+            value = self.scale(block, at)
+            if panels.has_steps:
+                whole = builder.sext(self.load(group, at, ir.VectorType(_i8, self.width)), self.lanes)
+                value = builder.fmul(value, builder.sitofp(whole, self.floats))
+            found.append(value)
+        return found
+
+    def scale(self, block: Any, at: int) -> Any:
+        """Return a vector of a block's numbers, from number `at` on."""
+        builder, kind = self.builder, self.panels.scale
+        if kind == "float32":
+            return self.load(block, 4 * at, self.floats)
+        if kind == "float16":
+            return builder.fpext(self.load(block, 2 * at, ir.VectorType(_f16, self.width)), self.floats)
+        halves = builder.zext(self.load(block, 2 * at, ir.VectorType(_i16, self.width)), self.lanes)
+        return builder.bitcast(self.shifted(halves, -16), self.floats)
+
+    def zeros(self, block: Any) -> list[Any]:
+        """Return the zeros of a block's outputs, as floats."""
+        builder, size, found = self.builder, self.vectors * self.width, []
+        is_signed = self.panels.bits == 8 and self.dot.signed
+        for v in range(self.vectors):
+            at = self.panels.scale_bytes * size + v * self.width
+            narrow = self.load(block, at, ir.VectorType(_i8, self.width))
+            wide = (builder.sext if is_signed else builder.zext)(narrow, self.lanes)
+            found.append(builder.sitofp(wide, self.floats))
         return found
 
     def codes(self, group: Any, quad: int, v: int, upper: list[Any]) -> Any:
         """Return four inputs' codes of a vector of outputs."""
         builder, panels = self.builder, self.panels
         step, size = 4 * self.width, self.vectors * self.width
-        start = panels.scale_bytes * size
+        start = panels.step_bytes * size
         if panels.bits == 8:
             return self.load(group, start + (quad * self.vectors + v) * step, self.lanes)
         start += len(upper) * step
@@ -142,7 +162,7 @@ class _Tile:
     def group(self, inputs: Any, block: Any, group: Any, before: list[Any]) -> list[Any]:
         """Emit one group: its integer products, then their share of the float sums."""
         builder, panels, step = self.builder, self.panels, 4 * self.width
-        start = panels.scale_bytes * self.vectors * self.width
+        start = panels.step_bytes * self.vectors * self.width
         upper = []
         if panels.bits in (5, 6):
             upper = [self.load(group, start + v * step, self.lanes) for v in range(self.vectors)]
@@ -160,14 +180,22 @@ class _Tile:
                     i = row * self.vectors + v
                     totals[i] = self.dot(totals[i], codes[v], factor)
         weights, minimums = self.scales(block, group, 0), self.scales(block, group, 1) if panels.has_minimum else []
+        zeros = self.zeros(block) if panels.has_zero else []
         after = []
         for row in range(self.rows):
             scale = self.spread(self.load(inputs, row * record + scale_at, _f32), self.floats)
-            total = self.spread(self.load(inputs, row * record + sum_at, _f32), self.floats) if minimums else None
+            total: Any = None
+            if minimums:
+                total = self.spread(self.load(inputs, row * record + sum_at, _f32), self.floats)
+            elif zeros:
+                negated = self.spread(self.load(inputs, row * record + sum_at, _i32), self.lanes)
+                total = builder.sitofp(negated, self.floats)
             for v in range(self.vectors):
                 i = row * self.vectors + v
-                part = builder.fmul(builder.sitofp(totals[i], self.floats), scale)
-                value = builder.call(self.fma, [part, weights[v], before[i]])
+                whole = builder.sitofp(totals[i], self.floats)
+                if zeros:  # integers below 2**24, so this is exact
+                    whole = builder.call(self.fma, [zeros[v], total, whole])
+                value = builder.call(self.fma, [builder.fmul(whole, scale), weights[v], before[i]])
                 after.append(builder.call(self.fma, [total, minimums[v], value]) if minimums else value)
         return after
 
@@ -188,9 +216,11 @@ class _Tile:
         shift = panels.groups.bit_length() - 1
         block = builder.gep(panel, [builder.mul(builder.lshr(position, _i64(shift)), _i64(panels.block_bytes * size))])
         within = builder.mul(builder.and_(position, _i64(panels.groups - 1)), _i64(panels.group_bytes * size))
-        group = builder.gep(block, [builder.add(within, _i64(panels.unit_bytes * size))])
-        for line in range(0, panels.group_bytes * size, _LINE):
-            emit_fetch(builder, builder.gep(group, [_i64(_FETCH_BYTES + line)]))
+        group = builder.gep(block, [builder.add(within, _i64(panels.head_bytes * size))])
+        # Each group prefetches an equal share of its block, head included.
+        here = builder.lshr(builder.mul(position, _i64(panels.block_bytes * size)), _i64(shift))
+        for line in range(0, panels.block_bytes * size // panels.groups, _LINE):
+            emit_fetch(builder, builder.gep(panel, [builder.add(here, _i64(_FETCH_BYTES + line))]))
         records = builder.gep(inputs, [builder.mul(position, _i64(self.rows * panels.record_bytes))])
         new = self.group(records, block, group, held)
         position.add_incoming(builder.add(position, _i64(1)), builder.block)
@@ -210,7 +240,7 @@ def _tile(
     _context: Any, layout: Any, dot: Any, rows: Any, inputs: Any, count: Any, panel: Any, out: Any, width: Any
 ) -> Any:
     """Compute `rows` rows and one panel."""
-    panels, kind, number = LAYOUTS[layout.literal_value], DOTS[dot.literal_value], rows.literal_value
+    panels, kind, number = _LAYOUTS[layout.literal_value], DOTS[dot.literal_value], rows.literal_value
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if number <= ROWS:
@@ -230,7 +260,8 @@ def emit_tile(builder: Any, panels: Panels, rows: int, dot: Dot, vectors: int, a
 @cache
 def compile_tile(panels: Panels, kind: str = DOT) -> int:
     """Return the address of a compiled function: up to ROWS rows times one panel of a layout."""
-    layout, dot = LAYOUTS.index(panels), DOTS.index(kind)
+    layout, dot = panels.key, DOTS.index(kind)
+    assert _LAYOUTS.setdefault(layout, panels) == panels
 
     # A C function with its own cache entry, called by address: each layout is compiled when it is first used, and the
     # loops around it once for all of them.
@@ -253,4 +284,5 @@ def compile_tile(panels: Panels, kind: str = DOT) -> int:
     return int(tile.address)
 
 
+_LAYOUTS: dict[int, Panels] = {}  # by their keys
 _COMPILED: list[Any] = []  # keeps the code behind the addresses alive

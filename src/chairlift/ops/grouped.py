@@ -1,6 +1,7 @@
 """Quantized weights: a matrix of 4- or 8-bit codes (codes.py) that is multiplied as it is.
 
-On a GPU kernels convert codes to numbers in registers; the reference converts the matrix.
+On a GPU kernels convert codes to numbers in registers. On a CPU integer codes are multiplied by inputs of 8 bits, and
+8-bit floats are converted to a dense matrix. The reference converts the matrix.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
-from chairlift.ops.codes import Code, Coded
+from chairlift.ops.codes import Code, Coded, unpack
 from chairlift.ops.dense import Dense, concatenate
 from chairlift.ops.norm import rms_norm
+from chairlift.ops.panel_product import PanelProduct
+from chairlift.ops.panels import SCALES, Numbers, grouped_layout
 from chairlift.ops.triton_found import HAS_TRITON
 from chairlift.ops.weight import Fused, Product, Weight, gate_mul
 
@@ -45,6 +48,11 @@ class Grouped(Coded, Weight):
             shape, stored = (outputs, inputs // 4), torch.int16
         steps = torch.empty(outputs, inputs // group, dtype=scales, device="meta")
         return cls(code, torch.empty(shape, dtype=stored, device="meta"), steps, steps if zeros else None, dtype)
+
+    @property
+    def format(self) -> str:
+        """The format's name for users."""
+        return self.code.name.lower()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
@@ -110,8 +118,31 @@ class Grouped(Coded, Weight):
         return Dense(self.numbers().to(self.dtype))
 
     def prepare(self, fused: Fused) -> Product:
-        """Return the product that a linear layer runs: on a CPU, that of the dense matrix."""
-        return self.dense().prepare(fused) if self.device.type == "cpu" else GroupedProduct(self, fused)
+        """Return the product that a linear layer runs: on a CPU, that of integers, or of the dense matrix."""
+        if self.device.type != "cpu":
+            return GroupedProduct(self, fused)
+        scale, is_mixed = (
+            str(self.scales.dtype).removeprefix("torch."),
+            fused.gate is not None and fused.bias is not None,
+        )
+        is_integer = self.code is not Code.FP8 and self.group % 32 == 0 and scale in SCALES
+        if self.dtype != torch.float32 or not is_integer or is_mixed:
+            return self.dense().prepare(fused)
+        layout = grouped_layout(self.code.bits, self.group, scale, self.zeros is not None)
+        repeats = self.group // layout.values
+        return PanelProduct(self.format, layout, self.shape, lambda rows: self._numbers(rows, repeats), fused)
+
+    def _numbers(self, rows: torch.Tensor, repeats: int) -> Numbers:
+        """Return some rows for the CPU's product, with unsigned codes and zeros; a group is `repeats` blocks."""
+        codes = self.codes.index_select(0, rows)
+        plain = unpack(codes).to(torch.uint8) if self.code is Code.INT4 else codes.view(torch.uint8) ^ 128
+        scales = self.scales.index_select(0, rows).repeat_interleave(repeats, dim=1).view(-1, 1)
+        zeros = self.zeros
+        if zeros is not None:
+            least = -128 if self.code is Code.INT8 else 0
+            whole = zeros.index_select(0, rows).to(torch.int16) - least
+            zeros = whole.to(torch.uint8).repeat_interleave(repeats, dim=1).view(-1, 1)
+        return Numbers(plain.view(len(scales), -1), scales, zeros=zeros)
 
     def _like(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Grouped:
         return type(self)(self.code, codes, scales, zeros, self.dtype)

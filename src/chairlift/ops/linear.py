@@ -43,6 +43,11 @@ class Linear:
         return self._product.is_compiled
 
     @property
+    def formats(self) -> dict[str, int]:
+        """Bytes of the weight that one call reads, by format."""
+        return self._product.formats
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight that one call reads."""
         return self._product.nbytes

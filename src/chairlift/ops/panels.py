@@ -1,20 +1,21 @@
 """Panels: the layout of quantized weights that the CPU's integer micro-kernel (dot.py) reads, and packing into it.
 
-A panel is PANEL adjacent outputs, and a run of blocks of groups of inputs. A block begins with its units of scale and
-minimum, if groups have these as integers; a group has scales, minimums, the upper bits of its codes, then their lower
-four bits, or codes of 8 bits. A vector holds four inputs of each of WIDTH outputs.
+A panel is PANEL adjacent outputs, and a run of blocks of groups of inputs. A block begins with its scales, minimums and
+zeros; a group has the bytes that multiply these in some formats, the upper bits of its codes, then their lower four
+bits, or codes of 8 bits. A vector holds four inputs of each of WIDTH outputs.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
+from zlib import crc32
 
 import llvmlite.binding as llvm
 import torch
 from torch import Tensor
 
-from chairlift.ops.block_codes import Codes
 from chairlift.ops.tile import WIDTH
 
 
@@ -33,17 +34,37 @@ SIGNED = DOT == "sdot"  # whether codes of 8 bits are stored signed; vpdpbusd mu
 # Rows and vectors of the largest tile: sums in int32 and in float32 beside the operands, in 32, 16 and 32 registers.
 ROWS, VECTORS = {4: (4, 3), 8: (3, 2), 16: (6, 2)}[WIDTH]
 PANEL = VECTORS * WIDTH  # adjacent outputs of a packed weight
+SCALES = {"float16": 2, "bfloat16": 2, "float32": 4}  # bytes of a scale or minimum, by its dtype
+_CHUNK = 1 << 20  # weights packed at a time: a few times their number is the memory that packing takes
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers of some rows in blocks, in the order of the rows."""
+
+    codes: Tensor  # [blocks, values], uint8
+    scales: Tensor  # [blocks, 1], or [blocks, 2] with minimums: in the layout's dtype
+    steps: Tensor | None = None  # [blocks, groups, 1 or 2], int8: what multiplies them in each group
+    zeros: Tensor | None = None  # [blocks, 1], uint8
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """The layout of one format. A weight is scale * (code - centre) + minimum."""
+    """The layout of one format. A weight is scale * (code - centre) + minimum, or scale * (code - zero)."""
 
     bits: int  # of a code: 4, 5, 6 or 8
-    group: int  # inputs that share a scale
+    group: int  # inputs that are multiplied in integers: they share a scale, and so do the inputs of the layer
     has_minimum: bool = False
     centre: int = 0
-    groups: int = 1  # in a block with scales that are bytes in float16 units; 1: scales are float16 themselves
+    groups: int = 1  # in a block, a power of two
+    has_steps: bool = False  # whether each group has bytes that multiply the block's scale and minimum
+    scale: str = "float16"  # the dtype of the block's scale and minimum, one of SCALES
+    has_zero: bool = False  # whether a block has a zero, which is a byte like a code
+
+    @property
+    def key(self) -> int:
+        """A number that stands for the layout where compiled code is cached."""
+        return crc32(repr(self).encode())
 
     @property
     def values(self) -> int:
@@ -51,54 +72,60 @@ class Panels:
         return self.groups * self.group
 
     @property
-    def has_units(self) -> bool:
-        """Whether scales and minimums are bytes, in units of the block."""
-        return self.groups > 1
-
-    @property
     def numbers(self) -> int:
-        """Scales and minimums of one group and output."""
+        """Scales and minimums of one block and output."""
         return 2 if self.has_minimum else 1
 
     @property
-    def unit_bytes(self) -> int:
-        """Bytes at the start of a block, for each output."""
-        return 2 * self.numbers if self.has_units else 0
+    def scale_bytes(self) -> int:
+        """Bytes of scales and minimums at the start of a block, for each output."""
+        return self.numbers * SCALES[self.scale]
 
     @property
-    def scale_bytes(self) -> int:
+    def head_bytes(self) -> int:
+        """Bytes at the start of a block, for each output."""
+        return self.scale_bytes + self.has_zero
+
+    @property
+    def step_bytes(self) -> int:
         """Bytes at the start of a group, for each output."""
-        return self.numbers * (1 if self.has_units else 2)
+        return self.numbers * self.has_steps
 
     @property
     def group_bytes(self) -> int:
         """Bytes of a group, for each output."""
-        return self.scale_bytes + self.group * self.bits // 8
+        return self.step_bytes + self.group * self.bits // 8
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block, for each output."""
-        return self.unit_bytes + self.groups * self.group_bytes
+        return self.head_bytes + self.groups * self.group_bytes
 
     @property
     def record_bytes(self) -> int:
         """Bytes of a group of a row's inputs: codes, scale, sum."""
         return self.group + 8
 
-    def pack(self, codes: Codes, out: Tensor) -> None:
+    @property
+    def sum_factor(self) -> int:
+        """What a record's integer sum is multiplied by, negated; 0 if the record has a float sum."""
+        return 1 if self.has_zero else self.centre
+
+    def pack(self, numbers: Numbers, out: Tensor) -> None:
         """Write the blocks of PANEL * n outputs, row by row, to n panels [n, blocks, PANEL * block_bytes] of bytes."""
         panels, blocks, _ = out.shape
-        start, size = PANEL * self.unit_bytes, PANEL * self.scale_bytes
-        if codes.units is not None:
-            out[..., :start] = self._spread(codes.units, panels, blocks).view(panels, blocks, -1)
+        scales, start, size = PANEL * self.scale_bytes, PANEL * self.head_bytes, PANEL * self.step_bytes
+        out[..., :scales] = self._spread(numbers.scales, panels, blocks).view(panels, blocks, -1)
+        if numbers.zeros is not None:
+            zeros = numbers.zeros ^ 128 if SIGNED and self.bits == 8 else numbers.zeros
+            out[..., scales:start] = self._spread(zeros, panels, blocks).view(panels, blocks, -1)
         groups = out[..., start:].view(panels, blocks, self.groups, -1)
-        pair = (codes.scales,) if codes.minimums is None else (codes.scales, codes.minimums)
-        numbers = torch.stack(pair, dim=-1)  # blocks of all rows, groups, scale and minimum
-        groups[..., :size] = self._spread(numbers, panels, blocks).view(*groups.shape[:3], -1)
-        groups[..., size:] = self._pack_codes(codes.codes, panels, blocks).view(*groups.shape[:3], -1)
+        if numbers.steps is not None:
+            groups[..., :size] = self._spread(numbers.steps, panels, blocks).view(*groups.shape[:3], -1)
+        groups[..., size:] = self._pack_codes(numbers.codes, panels, blocks).view(*groups.shape[:3], -1)
 
     def _spread(self, numbers: Tensor, panels: int, blocks: int) -> Tensor:
-        """Return the bytes of [rows * blocks, ..., numbers] as [panels, blocks, ..., numbers, PANEL]."""
+        """Return the bytes of [rows * blocks, ...] as [panels, blocks, ..., PANEL]."""
         by_row = numbers.view(panels, PANEL, blocks, *numbers.shape[1:])
         return by_row.movedim(1, -1).contiguous().view(torch.uint8)
 
@@ -130,10 +157,40 @@ FORMATS: dict[str, Panels] = {
     "Q4_1": Panels(4, 32, has_minimum=True),
     "Q5_0": Panels(5, 32, centre=16),
     "Q5_1": Panels(5, 32, has_minimum=True),
-    "Q4_K": Panels(4, 32, has_minimum=True, groups=8),
-    "Q5_K": Panels(5, 32, has_minimum=True, groups=8),
-    "Q6_K": Panels(6, 16, centre=32, groups=16),
+    "Q4_K": Panels(4, 32, has_minimum=True, groups=8, has_steps=True),
+    "Q5_K": Panels(5, 32, has_minimum=True, groups=8, has_steps=True),
+    "Q6_K": Panels(6, 16, centre=32, groups=16, has_steps=True),
 }
 """The layout of each quantized GGUF format."""
 
-LAYOUTS = list(FORMATS.values())  # a compiled tile is a function of a layout's place here
+
+def grouped_layout(bits: int, group: int, scale: str, has_zero: bool) -> Panels:
+    """Return the layout of codes of 4 or 8 bits with a scale for `group` inputs, and perhaps a zero.
+
+    Blocks are as large as groups up to 128 inputs; of larger groups, each block has the scale again.
+    """
+    groups = next(count for count in (4, 2, 1) if group % (32 * count) == 0)
+    centre = 0 if has_zero else {4: 8, 8: _CENTRE}[bits]
+    return Panels(bits, 32, centre=centre, groups=groups, scale=scale, has_zero=has_zero)
+
+
+def pack_rows(layout: Panels, shape: tuple[int, int], gated: bool, read: Callable[[Tensor], Numbers]) -> Tensor:
+    """Return the panels [n, bytes] of a matrix, whose rows `read` returns; zero-padded.
+
+    In a gated weight each gate panel is followed by its up panel.
+    """
+    (outputs, inputs), parts = shape, 2 if gated else 1
+    count = -(-outputs // parts // PANEL)  # panels of one part
+    order = torch.arange(count * PANEL).view(count, 1, PANEL)
+    order = torch.where(order < outputs // parts, order, -outputs)  # negative: padding
+    order = torch.cat([order + part * (outputs // parts) for part in range(parts)], dim=1).view(-1)
+    panels = torch.empty(parts * count, inputs // layout.values, PANEL * layout.block_bytes, dtype=torch.uint8)
+    step = max(1, _CHUNK // (PANEL * inputs))
+    for start in range(0, len(panels), step):
+        part = panels[start : start + step]
+        wanted = order[start * PANEL : (start + len(part)) * PANEL]
+        numbers = read(wanted.clamp(min=0))
+        if (wanted < 0).any():
+            numbers.scales.view(len(wanted), -1)[wanted < 0] = 0
+        layout.pack(numbers, part)
+    return panels.view(parts * count, -1)

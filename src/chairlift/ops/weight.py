@@ -7,6 +7,7 @@ layer. A format must define a Weight; Product has a default that runs anywhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -56,6 +57,11 @@ class Weight(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that one product reads."""
+
+    @property
+    def format(self) -> str:
+        """The format's name for users."""
+        return type(self).__name__
 
     @property
     @abstractmethod
@@ -188,9 +194,14 @@ class Product:
         self.fused = fused
 
     @property
+    def formats(self) -> dict[str, int]:
+        """Bytes that one call reads, by format."""
+        return {self.weight.format: self.weight.nbytes}
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one call reads."""
-        return self.weight.nbytes
+        return sum(self.formats.values())
 
     def __call__(self, x: Any, add_to: Any = None) -> Any:
         """Return the output; with `add_to`, add the output there in place and return that."""
@@ -215,9 +226,9 @@ class MixedProduct(Product):
         self.is_compiled = all(product.is_compiled for product in products)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that one call reads."""
-        return sum(product.nbytes for product in self.products)
+    def formats(self) -> dict[str, int]:
+        """Bytes that one call reads, by format."""
+        return sum((Counter(product.formats) for product in self.products), Counter())
 
     def __call__(self, x: Any, add_to: Any = None) -> Any:
         """Return the output; with `add_to`, add the output there in place and return that."""

@@ -97,6 +97,7 @@ def start(job: Job) -> Started:
         kv_tokens=built.capacity.tokens,
         capacity=str(built.capacity),
         eos_ids=sorted(config.eos_ids),
+        weights=built.weights,
     )
     return Started(built.engine, hello, built.slowest_step, compiler, block_ends(job, built))
 

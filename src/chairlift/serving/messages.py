@@ -180,6 +180,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     kv_tokens: int
     capacity: str  # the KV cache's size in words
     eos_ids: list[Token]
+    weights: str = ""  # formats and bytes of the matrices that a step reads, in words
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=11):

@@ -145,6 +145,7 @@ def model_lines(model: ModelParts) -> str:
     assert hello is not None
     return (
         f"  model      {model.name} ({hello.dtype} on {hello.device})\n"
+        f"  weights    {hello.weights} read by each step\n"
         f"  KV cache   {hello.capacity}\n"
         f"  batch      up to {hello.max_sequences} sequences, {hello.step_tokens:,} tokens a step\n"
         f"  sampling   {model.defaults}\n"

@@ -60,7 +60,7 @@ def read_config(
             )
         format = OnLoad(KINDS[quantization])
     if format is not None:
-        format.expands = device == "cpu"
+        format.expands = device == "cpu" and (dtype != "auto" or not format.has_cpu_product)
         found = replace(found, format=format)
     outline(found)  # so that the family's own values are checked now
     return found

@@ -31,7 +31,8 @@ class Stored(Protocol):
 class Format(ABC):
     """The format of a quantized model. `name` is always the Hugging Face name of a matrix, which ends in .weight."""
 
-    expands = False  # whether the device's products need a dense matrix, as on a CPU: only its numbers are quantized
+    expands = False  # whether matrices are dense when they have been read: only their numbers are quantized
+    has_cpu_product = True  # whether a CPU multiplies it as it is
     multiplies_8_bits = False  # whether prompts are multiplied in 8 bits, at twice the rate of 16
 
     @abstractmethod
@@ -66,4 +67,4 @@ class StoredFormat(Format):
 
     @abstractmethod
     def read(self, name: str, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Grouped:
-        """Read a matrix, or a part of it, onto its device."""
+        """Read a matrix, or a part of it, onto its device, as it is stored."""

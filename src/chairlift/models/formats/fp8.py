@@ -24,6 +24,8 @@ SCALES = ("weight_scale_inv", "weight_scale")  # both are factors
 class Fp8Format(StoredFormat):
     """FP8 matrices."""
 
+    has_cpu_product = False
+
     def __init__(self, source: Stored, block: int) -> None:
         """`block` is the size of blocks with a scale of their own, 0 if there are none."""
         super().__init__(source)

@@ -25,6 +25,11 @@ class OnLoad(Format):
         self.code = code
 
     @property
+    def has_cpu_product(self) -> bool:  # type: ignore[override]
+        """Whether a CPU multiplies it as it is."""
+        return self.code is not Code.FP8
+
+    @property
     def multiplies_8_bits(self) -> bool:  # type: ignore[override]
         """Whether prompts are multiplied in 8 bits."""
         return self.code is Code.FP8 and not self.expands
