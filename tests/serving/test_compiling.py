@@ -15,10 +15,10 @@ def test_an_engine_that_ends_does_not_compile_the_grammars_that_wait(tiny_model:
     tokenizer = Tokenizer.from_folder(tiny_model)
     compiler = Compiler(lambda: Grammars(tokenizer, tokenizer.vocab_size, [0]))
     compiler.prepare().join()
-    waiting = 200
-    for number in range(waiting):
-        schema = {"enum": [f"{number}-{place}" for place in range(300)]}
-        compiler.start(str(number), source_of(Structured("json", json.dumps(schema))))
+    schemas = [{"enum": [f"{number}-{place}" for place in range(300)]} for number in range(200)]
+    sources = [source_of(Structured("json", json.dumps(schema))) for schema in schemas]
+    for number, source in enumerate(sources):
+        compiler.start(str(number), source)
     compiler.close()
     compiler._threads.shutdown()  # what the interpreter does when it exits
-    assert len(compiler.take()) < waiting / 2
+    assert len(compiler.take()) < len(sources) / 2
