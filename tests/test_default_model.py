@@ -72,8 +72,9 @@ def test_greedy_tokens_equal_transformers_in_every_way_to_run(
         assert likeliest_after(smollm, prompt, answer) == answer
     for prompt, answer in list(zip(asked, together, strict=True))[::10]:
         assert continue_with_transformers(smollm, prompt, len(answer)) == answer
-    assert answers(alone=True)[1] == together
-    assert answers(step_tokens=16, max_sequences=16)[1] == together
+    if prompts == len(QUESTIONS):
+        assert answers(alone=True)[1] == together
+        assert answers(step_tokens=16, max_sequences=16)[1] == together
     _, squeezed, preemptions = answers(kv_tokens=kv_tokens)
     assert squeezed == together
     assert preemptions > 0
