@@ -143,8 +143,8 @@ def running(
     changed = {**({"chairlift.serving.supervisor.ENGINE": FAKE} if fake else {}), **(constants or {})}
     command = [sys.executable, "-c", _START, json.dumps(changed), json.dumps(open_files)]
     arguments = ["serve", "--port", str(port), str(model), *flags]
-    with _started([*command, *arguments], environment) as started:
-        yield started
+    with started([*command, *arguments], environment) as found:
+        yield found
 
 
 @contextmanager
@@ -154,16 +154,16 @@ def routed(
     """A router in front of servers."""
     urls = [server if isinstance(server, str) else server.url for server in servers]
     command = [sys.executable, "-c", _START, json.dumps(constants or {}), "null", "route", *urls, "--port", "0", *flags]
-    with _started(command, None) as started:
-        yield started
+    with started(command, None) as found:
+        yield found
 
 
 @contextmanager
-def _started(command: list[str], environment: dict[str, str] | None) -> Iterator[Running]:
+def started(command: list[str], environment: dict[str, str] | None) -> Iterator[Running]:
     with tempfile.NamedTemporaryFile("w+", prefix="chairlift-log-") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, **(environment or {})})
         try:
-            lines = _lines_up_to(log, "address", process)
+            lines = _lines_up_to(log, "  address", process)
             url = next(word for word in lines[-1].split() if word.startswith("http")).removesuffix("/v1")
             yield Running(url, process, lines, log=Path(log.name))
         except BaseException:

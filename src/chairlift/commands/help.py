@@ -51,6 +51,8 @@ COMMON_SETTINGS = {
 # Options of single commands that only `--help-all` shows.
 RARE_OPTIONS = {
     "api_workers",
+    "on",
+    "replica_cpus",
     "routing",
     "max_waiting_tokens",
     "grace",

@@ -23,15 +23,29 @@ def serve(
         str | None, typer.Option(help="The model's name in the API (default: as given).")
     ] = None,
     replicas: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             help="Engines of each model, with equal shares of memory; one per GPU where there are several. Raise it to "
             "serve from more GPUs, or when one engine cannot use all cores.",
-            min=1,
-            max=64,
+            metavar="N",
             show_default="1",
         ),
     ] = None,
+    on: Annotated[
+        Literal["ray"] | None,
+        typer.Option(
+            help="Run the replicas on the Ray cluster that `ray status` shows, or one started here (docs/cluster.md); "
+            "needs pip install 'chairlift[ray]'. Use it for replicas on several machines."
+        ),
+    ] = None,
+    replica_cpus: Annotated[
+        float,
+        typer.Option(
+            help="CPU cores of a replica on a Ray cluster without GPUs. Raise it when an answer is too slow for one "
+            "core.",
+            min=0.1,
+        ),
+    ] = 1.0,
     role: Annotated[
         str,
         typer.Option(
@@ -193,7 +207,15 @@ def serve(
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
     if tool_parser is not None and tool_parser not in DIALECTS:
         raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
-    roles = roles_of(role, replicas)
+    count = read_count(replicas)
+    roles = roles_of(role, count)
+    if on == "ray":
+        from chairlift.cluster.ray.connect import check_installed
+
+        check_installed()
+        refused = {"--role": role != "both", "--record": record is not None}
+        for flag in (name for name, is_set in refused.items() if is_set):
+            raise SettingsError(f"{flag} does not work with --on ray yet: leave one of them out")
     if role in ("prefill", "decode") and cluster_key is None:
         raise SettingsError(f"--role {role} is for a server behind a router: give both the same --cluster-key")
     if (role == "decode") != (kv_listen is not None):
@@ -208,14 +230,17 @@ def serve(
         prepare(record)
     digest = None if api_key is None else digest_of(api_key)  # rejects an invalid key before loading
     models = named_models(model, served_model_name)
-    for each in models.values():
-        begin_loading(each, settings, is_told=True)
+    if on is None:
+        for each in models.values():
+            begin_loading(each, settings, is_told=True)
+    else:  # the nodes load them; they have other working folders
+        models = {name: str(Path(each).absolute()) if Path(each).exists() else each for name, each in models.items()}
     from chairlift.serving.plan import ModelPlan, Plan
     from chairlift.serving.server import run
 
     plan = Plan(
         models=[ModelPlan(name, each) for name, each in models.items()],
-        replicas=len(roles),
+        replicas=len(roles) if on is None else 1,
         roles=roles if len(set(roles)) > 1 else [],
         role=roles[0] if len(set(roles)) == 1 else "both",
         receives_at="" if kv_listen is None else f"tcp:{kv_listen}",
@@ -246,7 +271,30 @@ def serve(
         log_format=log_format,
         log_level=log_level,
     )
-    sys.exit(run(plan, lambda text: notes.print(text, markup=False)))
+
+    def say(text: str) -> None:
+        notes.print(text, markup=False)
+
+    if on == "ray":
+        from chairlift.cluster.ray import serve as on_ray
+
+        sys.exit(on_ray.run(plan, on_ray.RayPlan(len(roles), len(roles), replica_cpus), say))
+    sys.exit(run(plan, say))
+
+
+def read_count(text: str | None) -> int | None:
+    """Read the number of replicas.
+
+    >>> read_count("2")
+    2
+    """
+    from chairlift.core.errors import SettingsError
+
+    if text is None:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise SettingsError(f"--replicas is {text}: use a number from 1 to 64")
+    return int(text)
 
 
 def named_models(given: list[str], served_name: str | None = None) -> dict[str, str]:

@@ -24,9 +24,9 @@ _FAILED_PROBES = 3  # without an answer, after which the server's requests are g
 
 
 class Backend:
-    """A server, named by its URL."""
+    """A server, named by its URL if it has no other name."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, name: str = "") -> None:
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -35,7 +35,7 @@ class Backend:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
             raise SettingsError(f"{url!r} is not the URL of a server: use one such as http://10.0.0.2:8000")
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self.name = f"{parts.scheme}://{parts.netloc}{self.prefix}"
+        self.name = name or f"{parts.scheme}://{parts.netloc}{self.prefix}"
         self.host = parts.netloc
         self.address = Address(parts.hostname, port, ssl.create_default_context() if parts.scheme == "https" else None)
         self.trouble: str | None = "not checked yet"

@@ -22,33 +22,58 @@ _MODELS = 1024  # names of models to remember; clients may send any
 
 
 class Pool:
-    """All servers, with the router that chooses among them."""
+    """All servers, with the router that chooses among them.
 
-    def __init__(self, urls: Sequence[str], policy: str, cluster_key: bytes | None = None) -> None:
+    Besides those of `urls`, servers with one of `names` may be added and removed at any time.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], policy: str, cluster_key: bytes | None = None, names: Sequence[str] = ()
+    ) -> None:
         self.backends = {backend.name: backend for backend in map(Backend, urls)}
         if len(self.backends) < len(urls):
             raise SettingsError("a server is given twice: give each URL once")
-        self.router = Router(self.backends, policy)
+        names = [*self.backends, *names]
+        self.router = Router(names, policy)
         self.cluster_key = cluster_key  # to let a server compute prompts for another one; None: they do not
-        self.roles: dict[str, Role] = dict.fromkeys(self.backends, "both")
+        self.roles: dict[str, Role] = dict.fromkeys(names, "both")
         self.pools = Pools(self.roles)
-        self.moved = dict.fromkeys(self.backends, 0)
+        self.moved = dict.fromkeys(names, 0)
         self._lacking: OrderedDict[str, set[str]] = OrderedDict()  # servers without a model, by its name
-        for name in self.backends:
+        for name in names:
             self.router.eject(name)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._suspected: dict[str, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
         """Check all servers once, then regularly."""
+        for backend in self.backends.values():
+            self.add(backend)
         await asyncio.gather(*map(self.check, self.backends.values()))
-        self._tasks = [asyncio.create_task(self._watch(backend)) for backend in self.backends.values()]
 
     async def close(self) -> None:
         """End the checks and all connections."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
         for backend in self.backends.values():
+            backend.close()
+
+    def add(self, backend: Backend) -> None:
+        """Add a server with one of the pool's names; it gets requests once it answers a check."""
+        self.backends[backend.name] = backend
+        self._tasks[backend.name] = asyncio.create_task(self._watch(backend))
+
+    def drain(self, name: str) -> None:
+        """Send no further requests to a server that will be removed."""
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+        if (backend := self.backends.get(name)) is not None:
+            self.mark(backend, "it is draining")
+
+    def remove(self, name: str) -> None:
+        """Remove a server; its requests are lost."""
+        self.drain(name)
+        if (backend := self.backends.pop(name, None)) is not None:
             backend.close()
 
     async def _watch(self, backend: Backend) -> None:
@@ -62,7 +87,8 @@ class Pool:
             trouble = await backend.probe()
         except Exception as error:  # no error may end the checks, or the server would never be readmitted
             trouble = f"it could not be checked: {error}"
-        self.mark(backend, trouble)
+        if backend.name in self._tasks and self.backends.get(backend.name) is backend:  # else it is being removed
+            self.mark(backend, trouble)
 
     def suspect(self, backend: Backend) -> None:
         """Check a server now: a request has lost it."""
@@ -91,7 +117,8 @@ class Pool:
         """Why no server takes requests, or None."""
         if any(backend.trouble is None for backend in self.backends.values()):
             return None
-        return "; ".join(f"{backend.name}: {backend.trouble}" for backend in self.backends.values())
+        troubles = "; ".join(f"{backend.name}: {backend.trouble}" for backend in self.backends.values())
+        return troubles or "no server runs yet"
 
     @property
     def live(self) -> int:
@@ -144,9 +171,11 @@ class _Page(Collector):
             "Requests by what became of them; submitted is the sum of the others and of those that run.",
             labels=["replica", "state"],
         )
-        for name, backend in pool.backends.items():
-            found = pool.router.counts[name]
-            up.add_metric([name], float(backend.trouble is None))
+        working = {backend.name for backend in pool.working}
+        for name, found in pool.router.counts.items():
+            if not found.sent and name not in pool.backends:
+                continue  # it has never run
+            up.add_metric([name], float(name in working))
             live.add_metric([name], found.live)
             moved.add_metric([name], pool.moved[name])
             counts.add_metric([name, "submitted"], found.sent)

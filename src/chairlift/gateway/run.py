@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -38,13 +38,24 @@ class GatewayPlan(msgspec.Struct, frozen=True):
 async def serve(plan: GatewayPlan, say: Callable[[str], None]) -> int:
     """Serve until a signal; return the exit code."""
     keyring = Keyring.read(Path(plan.keys), os.environ) if plan.keys else None
+    key = None if plan.cluster_key is None else read_key(Path(plan.cluster_key))
+    await serve_pool(plan, Pool(plan.urls, plan.routing, key), keyring, say, lambda pool: pool.open())
+    return 0
+
+
+async def serve_pool(
+    plan: GatewayPlan,
+    pool: Pool,
+    keyring: Keyring | None,
+    say: Callable[[str], None],
+    open_servers: Callable[[Pool], Awaitable[None]],
+) -> None:
+    """Serve the servers of a pool until a signal; `open_servers` ends when some of them can be used."""
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
-    key = None if plan.cluster_key is None else read_key(Path(plan.cluster_key))
-    pool = Pool(plan.urls, plan.routing, key)
     listener = listen(plan.host, plan.port)
     gateway = Gateway(pool, keyring, plan.max_body)
-    await pool.open()
+    await open_servers(pool)
     server = HttpServer(gateway, listener, lambda reason: None, plan.certificate, plan.private_key)
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     scheme = "https" if plan.certificate else "http"
@@ -61,7 +72,6 @@ async def serve(plan: GatewayPlan, say: Callable[[str], None]) -> int:
         gateway.is_draining = True
 
     await server.run(plan.grace, drain, lambda: pool.live, pool.close)
-    return 0
 
 
 def run(plan: GatewayPlan, say: Callable[[str], None]) -> int:

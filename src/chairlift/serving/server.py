@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,16 +32,21 @@ from chairlift.serving.supervisor import Supervisor
 from chairlift.serving.workers import Helpers
 
 
-async def serve(plan: Plan, say: Callable[[str], None]) -> int:
-    """Serve until a signal; return the exit code."""
-    keyring = read_keyring(plan)
+async def serve(
+    plan: Plan,
+    say: Callable[[str], None],
+    listener: socket.socket | None = None,
+    keyring: Keyring | None = None,
+) -> int:
+    """Serve until a signal; return the exit code. A listening socket and API keys may be given by the caller."""
+    keyring = keyring or read_keyring(plan)
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
     if keyring is None and plan.host not in ("127.0.0.1", "::1", "localhost"):
         say(f"warning: {plan.host} can be reached from other machines and no API keys are set: use --api-key")
     if keyring is None and plan.scheduling.policy == "fair":
         say("warning: the fair policy shares among the tenants of API keys, and no keys are set: it works like fcfs")
-    listener = listen(plan.host, plan.port)
+    listener = listener or listen(plan.host, plan.port)
     plan = msgspec.structs.replace(plan, port=listener.getsockname()[1])
     with runtime_folder() as folder:
         plan = msgspec.structs.replace(plan, folder=str(folder))

@@ -5,7 +5,6 @@ It is started with one argument, a job in JSON. It ends when rank 0 closes the c
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import logging
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from chairlift.cluster.parent import die_with_parent
 from chairlift.cluster.tensor_parallel.channel import Receiver, SharedReceiver
 from chairlift.cluster.tensor_parallel.group import LostRankError, TorchGroup, connect
 from chairlift.cluster.tensor_parallel.memory import Board
@@ -31,7 +31,6 @@ from chairlift.execution.executor import LaunchedStep, TorchExecutor
 
 log = logging.getLogger("chairlift")
 
-_PR_SET_PDEATHSIG = 1
 _decode = msgspec.msgpack.decode
 
 
@@ -86,13 +85,6 @@ class Follower:
         gc.collect()
         self._executor = prepare(self._loaded, Settings.of(**settings), progress=False).executor
         freeze_loaded()  # all ranks wait for one that collects garbage in a step
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, also while it hangs or is stopped."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> None:

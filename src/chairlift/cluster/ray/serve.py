@@ -1,0 +1,87 @@
+"""`chairlift serve --on ray`: replicas on a Ray cluster, and the gateway in front of them in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+
+from chairlift.cluster.ray.connect import connected
+from chairlift.cluster.ray.replicas import Replicas, names_of
+from chairlift.cluster.ray.server_process import Job
+from chairlift.gateway.pool import Pool
+from chairlift.gateway.run import GatewayPlan, serve_pool
+from chairlift.serving import logs
+from chairlift.serving.listening import allow_files
+from chairlift.serving.plan import Plan
+from chairlift.serving.server import read_keyring
+
+_LOOPBACK = "127.0.0.1"  # where replicas of a cluster that was started here listen
+
+
+class RayPlan(msgspec.Struct, frozen=True):
+    """How many replicas there are and what each takes of the cluster."""
+
+    least: int = 1
+    most: int = 1
+    cpus: float = 1.0  # of a replica where it has no GPUs
+
+
+def run(plan: Plan, on: RayPlan, say: Callable[[str], None]) -> int:
+    """Run replicas and gateway until a signal; return the exit code."""
+    logs.set_up(plan.log_format, plan.log_level)
+    allow_files()
+    with connected() as address:
+        if address is None:
+            say("no Ray cluster runs: one is started on this machine and ends with this command")
+        asyncio.run(_serve(plan, on, say, None if address else _LOOPBACK))
+    return 0
+
+
+async def _serve(plan: Plan, on: RayPlan, say: Callable[[str], None], host: str | None) -> None:
+    keyring = read_keyring(plan)
+    if keyring is None and host is None:
+        say("warning: the replicas can be reached at their nodes' addresses and no API keys are set: use --api-key")
+    pool = Pool([], plan.routing, names=names_of(on.most))
+    replicas = make(plan, on, pool, host)
+    front = GatewayPlan(
+        urls=[],
+        routing=plan.routing,
+        host=plan.host,
+        port=plan.port,
+        grace=plan.grace,
+        max_body=plan.max_body,
+        certificate=plan.certificate,
+        private_key=plan.private_key,
+    )
+
+    async def open_replicas(pool: Pool) -> None:
+        replicas.scale_to(on.least)
+        await replicas.wait()
+
+    try:
+        await serve_pool(front, pool, keyring, say, open_replicas)
+    finally:
+        await replicas.close()
+
+
+def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None) -> Replicas:
+    """Return the replicas of a pool, none of which is started; they listen on `host`, or on their nodes' addresses."""
+    options = resources_of(plan, on)
+    level = "warning" if plan.log_level == "info" else plan.log_level  # the gateway has a line for every request
+    inner: Plan = msgspec.structs.replace(
+        plan, keys=None, key_digest=None, certificate=None, private_key=None, log_level=level
+    )
+    job = Job(inner, read_keyring(plan), host, None if "num_gpus" in options else on.cpus)
+    return Replicas(pool, msgspec.json.encode(job), options, plan.grace)
+
+
+def resources_of(plan: Plan, on: RayPlan) -> dict[str, Any]:
+    """Return what an actor asks the cluster for: a GPU for each rank where the cluster has GPUs, else CPU cores."""
+    device = plan.settings.get("device") or "auto"
+    has_gpus = device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    taken = {"num_gpus": plan.settings.get("tensor_parallel") or 1} if has_gpus else {"num_cpus": on.cpus}
+    return {**taken, "scheduling_strategy": "SPREAD", "max_restarts": 0}

@@ -1,0 +1,103 @@
+"""A real Ray cluster of three raylets on this machine, for tests, and our server on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "serving"))
+from running import FAKE, Running, started
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'chairlift[ray]'")
+
+from ray.cluster_utils import Cluster
+
+from chairlift.cluster.ray.serve import RayPlan
+from chairlift.serving.plan import ModelPlan, Plan
+
+# A busy machine starts Ray's processes far slower than Ray expects.
+_PATIENCE = {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_SERVE = """
+import sys, msgspec
+from chairlift.cluster.ray import serve
+plan, on = msgspec.json.decode(sys.argv[1], type=tuple[serve.Plan, serve.RayPlan])
+sys.exit(serve.run(plan, on, lambda text: print(text, file=sys.stderr, flush=True)))
+"""
+
+
+@dataclass(slots=True)
+class Raylets:
+    """A cluster of three raylets with one CPU each; a replica takes one."""
+
+    cluster: Any
+
+    @contextmanager
+    def serving(self, model: Path, on: RayPlan, fake: bool = True, **more: Any) -> Iterator[Running]:
+        """The server of `chairlift serve --on ray`; with `fake`, its engines only pretend."""
+        command = FAKE if fake else None
+        plan = Plan([ModelPlan("tiny", str(model))], {}, port=0, log_level="warning", engine_command=command, **more)
+        arguments = [sys.executable, "-c", _SERVE, msgspec.json.encode([plan, on]).decode()]
+        with started(arguments, {"RAY_ADDRESS": self.cluster.address}) as found:
+            yield found
+
+    def busy(self) -> list[Any]:
+        """The nodes other than the first that run a replica's server."""
+        parents = dict(_processes("pid=,ppid="))
+        actors = {parent for pid, parent in parents.items() if "ray.server_process" in _command(pid)}
+        raylets = {parents.get(actor) for actor in actors}
+        return [node for node in self.cluster.worker_nodes if _raylet(node) in raylets]
+
+    def kill(self, node: Any) -> None:
+        """Kill a node's raylet with SIGKILL; Ray ends the rest of the node."""
+        os.kill(_raylet(node), 9)
+        self.cluster.worker_nodes.discard(node)
+
+    def add(self) -> None:
+        """Add a node."""
+        self.cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+
+
+def _raylet(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def _processes(columns: str) -> list[tuple[int, int]]:
+    listed = subprocess.run(["ps", "-eo", columns], capture_output=True, text=True, check=True).stdout
+    return [(int(pid), int(parent)) for pid, parent in map(str.split, listed.splitlines())]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def raylets(environment: dict[str, str]) -> Iterator[Raylets]:
+    """Three raylets, whose processes have an environment of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**_PATIENCE, **environment}.items():
+            patch.setenv(name, value)
+        first = {"num_cpus": 1, "include_dashboard": False}
+        found = Raylets(Cluster(initialize_head=True, head_node_args={**first, "object_store_memory": 80 << 20}))
+        try:
+            for _ in range(2):
+                found.add()
+            yield found
+        finally:
+            found.cluster.shutdown()
