@@ -40,7 +40,7 @@ def speculation_of(
     settings: SchedulingSettings, limits: Limits, times: StepTimes, draft_times: StepTimes | None = None
 ) -> Speculation:
     """Build the part of the scheduler that chooses drafts."""
-    drafter: Drafter = DeviceDrafter() if settings.speculation == "draft" else NgramDrafter()
+    drafter: Drafter = NgramDrafter() if settings.speculation == "ngram" else DeviceDrafter()
     if settings.acceptance is not None and not drafter.is_on_device:
         drafter = Filler()
     found = Speculation(drafter, times, settings.max_drafts, limits.step_drafts, draft_times)

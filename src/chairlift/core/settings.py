@@ -181,16 +181,18 @@ class SchedulingSettings:
     speculation: str = option(
         "off",
         "Check several drafted tokens of a sequence in one step, as many as pay: ngram drafts what followed the same "
-        "tokens before (edits, extraction, agents), draft takes a small model (--draft); use it for latency. Answers "
-        "are the same.",
-        ("off", "ngram", "draft"),
+        "tokens before (edits, extraction, agents), draft takes a small model and eagle3 an EAGLE-3 head of the model "
+        "(--draft); use it for latency. Answers are the same.",
+        ("off", "ngram", "draft", "eagle3"),
     )
     max_drafts: int = option(
         8,
         "Most drafts of a sequence in one step, up to 8; lower it if most are rejected. The number is chosen by step.",
     )
     draft: str | None = option(
-        None, "The small model of --speculation draft, which must have the same vocabulary: a name or path, as MODEL."
+        None,
+        "The small model of --speculation draft, which must have the same vocabulary, or the head of --speculation "
+        "eagle3, made for the model: a name or path, as MODEL.",
     )
     acceptance: float | None = hidden(None)  # bench only: drafts are accepted with this probability
     fixed_drafts: int | None = hidden(None)  # bench only: drafts of every check, in place of the chosen number
@@ -264,15 +266,15 @@ class Settings:
                 raise SettingsError(f"{name} is {value}: use 0 or more, or leave it out")
         if not 1 <= chosen.max_drafts <= MAX_DRAFTS:
             raise SettingsError(f"max_drafts is {chosen.max_drafts}: use 1 to {MAX_DRAFTS}")
-        if (chosen.speculation == "draft") != (chosen.draft is not None):
+        if (chosen.speculation in ("draft", "eagle3")) != (chosen.draft is not None):
             raise SettingsError(
                 f"speculation is {chosen.speculation} and draft is {chosen.draft or 'not set'}: speculation draft "
-                "needs a model, and only it has one; set both or neither"
+                "needs a model and eagle3 a head, and only they have one; set both or neither"
             )
         if chosen.acceptance is not None and not 0 <= chosen.acceptance <= 1:
             raise SettingsError(f"acceptance is {chosen.acceptance}: use a probability from 0 to 1")
         if chosen.speculation == "off" and (chosen.acceptance is not None or chosen.fixed_drafts is not None):
-            raise SettingsError("acceptance needs drafts: set speculation to ngram or draft")
+            raise SettingsError("acceptance needs drafts: set speculation to ngram, draft or eagle3")
         if chosen.target_tpot is not None and (chosen.target_tpot == 0 or chosen.prefill != "chunked"):
             raise SettingsError(
                 f"target_tpot is {chosen.target_tpot} with {chosen.prefill} prompts: it must be above 0 and needs "

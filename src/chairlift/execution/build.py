@@ -27,12 +27,14 @@ from chairlift.engine.engine import Engine, Executor
 from chairlift.execution.capacity import Capacity, available_memory, plan_capacity, require_memory
 from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.executor import TorchExecutor
-from chairlift.execution.speculate import add_draft_model, check_draft, speculate
+from chairlift.execution.speculate import add_draft_model, add_head, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
 from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.division import of_one_rank
+from chairlift.models.eagle3 import Eagle3Head
+from chairlift.models.eagle3_files import load_head
 from chairlift.models.families import read_config, record
 from chairlift.models.formats.on_load import OnLoad
 from chairlift.models.loader import Quantizing, RandomTensors, TensorSource, load_decoder
@@ -76,6 +78,7 @@ class Loaded:
     device: torch.device
     decoder: Decoder
     draft: Decoder | None = None  # the draft model of speculation
+    head: Eagle3Head | None = None  # or the model's head
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,11 @@ def load_model(model: str, settings: Settings, *, progress: bool = True) -> Load
     name = settings.scheduling.draft
     if name is None:
         return load_found(found, settings, progress=progress)
+    if settings.scheduling.speculation == "eagle3":
+        folder = resolve(name, progress=progress)
+        loaded = load_found(found, settings, progress=progress)
+        length = choose_limits(found.config, settings, found.device).max_length
+        return replace(loaded, head=load_head(folder, loaded.decoder, length))
     small = find_model(name, settings, progress=progress)
     check_draft(found.config, small.config, name)
     loaded = load_found(found, settings, progress=progress)
@@ -201,6 +209,8 @@ def prepare(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Pre
     if loaded.draft is not None:
         name = str(settings.scheduling.draft)
         add_draft_model(executor, decoder, loaded.draft, name, cache, limits.max_sequences)
+    if loaded.head is not None:
+        add_head(executor, loaded.head, cache, limits)
     if device.type == "cuda" and HAS_TRITON:
         with console.status("capturing CUDA graphs") if progress else nullcontext():
             executor.use_graphs(capacity.blocks)
@@ -220,7 +230,7 @@ def join(prepared: Prepared, loaded: Loaded, settings: Settings, executor: Execu
     scheduler = assemble_scheduler(scheduling, limits, pool, host, cost, known, capacity.groups.windows)
     overlap = device.type == "cuda" if scheduling.overlap is None else scheduling.overlap
     if scheduling.speculation != "off":
-        speculate(scheduler, scheduling, prepared.executor, loaded.decoder, prepared.cache, loaded.draft)
+        speculate(scheduler, scheduling, prepared.executor, loaded.decoder, prepared.cache)
     engine = Engine(scheduler, executor, WallClock(), overlap=overlap)
     read = loaded.decoder.formats
     return Built(

@@ -8,22 +8,25 @@ only make worse drafts: the model checks every one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from chairlift.core.step import Newcomer, Step
+from chairlift.costs.calibrate import time_checks
+from chairlift.execution.drafts import DeviceDrafts, flat_of
 from chairlift.execution.graphs import Capturer, DecodeGraphs
 from chairlift.execution.rows import Flat, Rows
 from chairlift.execution.sampler import Sampler
 from chairlift.models.decoder import Decoder
-from chairlift.ops.batch import count_decodes
 from chairlift.ops.kv_cache import KvCache
 
 _AT_ONCE = 4096  # tokens of prompts in one pass
 
 
-class DraftModel:
-    """Drafts tokens for rows, one pass of the batch for each position."""
+class DraftModel(DeviceDrafts):
+    """Drafts with a small model."""
 
     def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, sampler: Sampler, max_sequences: int) -> None:
         self._decoder = decoder
@@ -62,6 +65,12 @@ class DraftModel:
             else:
                 self._pass(own, at)
         self._computed[rows] = starts + counts
+
+    def times(self, sizes: Sequence[int]) -> list[tuple[int, float]]:
+        """Time a pass over so many rows."""
+        if self.graphs is None:
+            return time_checks(self._decoder, self._cache, sizes)
+        return [(size, self.graphs.seconds(size)) for size in sizes]
 
     def _read_prompts(self, rows: np.ndarray, known: np.ndarray, starts: np.ndarray) -> None:
         """Compute what is missing of long rows, up to their last two tokens."""
@@ -109,12 +118,3 @@ class DraftModel:
         batch.others, batch.shared = [], None  # those are of the model's layers and heads
         asked = None if wanted is None else self._decoder.select(batch, wanted)
         return self._decoder.forward(inputs, batch, self._cache, asked)
-
-
-def flat_of(rows: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> Flat:
-    """Lay out slices of `counts` tokens from positions `begins`."""
-    starts = np.zeros(rows.size + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    owner = np.repeat(np.arange(rows.size), counts)
-    positions = np.arange(owner.size) + (begins - starts[:-1])[owner]
-    return Flat(rows, starts, begins + counts, owner, positions, count_decodes(starts))

@@ -15,7 +15,7 @@ from chairlift.core.limits import Limits
 from chairlift.core.step import Bits, Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.checks import Checks, checks_of, samples_of
 from chairlift.execution.crowding import Crowding
-from chairlift.execution.draft_model import DraftModel
+from chairlift.execution.drafts import DeviceDrafts, flat_of
 from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
 from chairlift.execution.joint_sampling import FollowingSampler, LeadingSampler
@@ -58,6 +58,15 @@ class Masked(NamedTuple):
     positions: np.ndarray
     scored: np.ndarray  # numbers of the samples to score, and their logits
     scored_logits: torch.Tensor | None
+    unread: Unread | None
+
+
+class Unread(NamedTuple):
+    """A step whose hidden states a draft head reads as soon as its tokens are sampled."""
+
+    flat: Flat
+    rows: np.ndarray  # of the sampled tokens
+    at: np.ndarray  # places in the flat batch of the tokens before them
 
 
 class PromptScores(NamedTuple):
@@ -120,13 +129,14 @@ class TorchExecutor:
         ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
         self.exchange: BlockExchange | None = None  # for blocks from and to other processes
-        self._draft: DraftModel | None = None
+        self.drafts: DeviceDrafts | None = None  # what drafts the tokens that steps leave to the executor
         self._coin: np.random.Generator | None = None
         self._chance = 0.0
 
-    def use_draft(self, draft: DraftModel) -> None:
-        """Draft the tokens that steps leave to the executor with this model."""
-        self._draft = draft
+    @property
+    def _states(self) -> torch.Tensor | None:
+        """Where every pass writes the hidden states that a draft head reads; None: there is no head."""
+        return None if self.drafts is None else self.drafts.states
 
     def accept_by_chance(self, chance: float) -> None:
         """Accept drafts with this probability, whatever the model says: to measure speed with random weights."""
@@ -137,12 +147,14 @@ class TorchExecutor:
         """Capture steps as CUDA graphs and replay them; `scratch_block` is a block outside the pool."""
         limits = self._limits
         self._rows.keep_tables_on_device(scratch_block)
-        capturer = Capturer(self._decoder, self._cache, self._rows, limits.max_sequences, limits.step_drafts)
+        capturer = Capturer(
+            self._decoder, self._cache, self._rows, limits.max_sequences, limits.step_drafts, self._states
+        )
         self._graphs, self._mixed = DecodeGraphs(capturer), MixedGraphs(capturer, limits.step_tokens)
         self._mixed.capture()
         self._graphs.capture()
-        if self._draft is not None:
-            self._draft.use_graphs()
+        if self.drafts is not None:
+            self.drafts.use_graphs()
 
     @property
     def captures(self) -> bool:
@@ -154,12 +166,6 @@ class TorchExecutor:
         """Time a captured step of so many decodes, on scratch rows."""
         assert self._graphs is not None, "steps are not captured"
         return self._graphs.seconds(size)
-
-    @torch.inference_mode()
-    def seconds_of_draft(self, size: int) -> float:
-        """Time a captured pass of the draft model over so many rows."""
-        assert self._draft is not None and self._draft.graphs is not None, "steps are not captured"
-        return self._draft.graphs.seconds(size)
 
     def launch(self, step: Step) -> LaunchedStep:
         """Start one forward pass."""
@@ -183,13 +189,13 @@ class TorchExecutor:
         if step.received:
             assert self.exchange is not None, "a step that receives blocks needs slots"
             self.exchange.receive(step.received)
-        if self._draft is not None:
-            self._draft.copy(step)
+        if self.drafts is not None:
+            self.drafts.copy(step)
         self._rows.update(step)
         for newcomer in step.newcomers:
             self._sampler.place(newcomer)
-            if self._draft is not None:
-                self._draft.place(newcomer)
+            if self.drafts is not None:
+                self.drafts.place(newcomer)
             self._scoring.place(newcomer)
         if not step.rows:  # it only moves blocks
             self._decodes = None
@@ -198,11 +204,13 @@ class TorchExecutor:
         checks: Checks | None = None
         drafted: np.ndarray | None = None
         places = np.array(step.masked, np.int64)
+        reads = self._states is not None
         self._decodes = self._find_decodes(step)
         if self._decodes is not None and self._graphs is not None:
             _, rows, starts, is_greedy, scored = self._decodes
             positions = starts + 1
             logits, tokens = self._graphs.run(rows, starts, self._rows.find_shared(rows, positions), is_greedy)
+            unread = Unread(flat_of(rows, starts, np.ones_like(rows)), rows, np.arange(rows.size)) if reads else None
         else:
             # Scores of prompts are found by the number of their slice.
             is_split = self._is_cuda and bool(step.drafts) and not self._scoring.reads_prompts(np.array(step.rows))
@@ -211,10 +219,12 @@ class TorchExecutor:
                 samples, checks = checks_of(step)
                 places = np.flatnonzero(np.isin(samples.number, places))
             rows, positions = samples.rows, flat.positions[samples.at] + 1  # of the sampled tokens
+            unread = Unread(flat, rows, samples.at) if reads else None
             if checks is not None:
                 drafted = self._write_drafts(step, checks, positions[checks.places])
             logits, tokens, prompt_scores = self._read(flat, samples.at, rows, positions)
             if not rows.size:
+                self._read_states(unread)
                 return LaunchedStep(np.empty(0, np.int64), self._record(), [], prompt_scores)
             scored = self._scoring.find(rows)
         # Copies of the raw logits: the sampler changes logits by penalties and temperature.
@@ -223,22 +233,27 @@ class TorchExecutor:
         if tokens is None and places.size < rows.size:
             tokens = self._sampler.sample(logits, rows, positions)
         if own is not None:
-            masked = Masked(places, own, tokens, rows, positions, scored, raw)
+            masked = Masked(places, own, tokens, rows, positions, scored, raw, unread)
             return LaunchedStep(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
         assert tokens is not None
+        self._read_states(unread)
         scores = [] if raw is None else self._score(raw, tokens, rows, scored)
         return LaunchedStep(self._to_host(tokens), self._record(), scores, prompt_scores, checks, drafted)
 
     def _write_drafts(self, step: Step, checks: Checks, positions: np.ndarray) -> np.ndarray | None:
         """Write a step's drafts to their rows and positions; return those that the draft model chose."""
-        if self._draft is None:
+        if self.drafts is None:
             self._rows.put_at(*to_device(self._device, checks.rows, positions, checks.wanted[checks.places]))
             return None
         counts = np.array([len(tokens) for _, tokens in step.drafts])
         firsts = np.cumsum(counts) - counts
-        self._draft.draft(checks.rows[firsts], positions[firsts] - 1, counts)
+        self.drafts.draft(checks.rows[firsts], positions[firsts] - 1, counts)
         where, at = to_device(self._device, checks.rows, positions)
         return self._to_host(self._rows.tokens[where.long(), at.long()].long())
+
+    def _read_states(self, step: Unread | None) -> None:
+        if step is not None and self.drafts is not None:
+            self.drafts.read(*step)
 
     def choose(self, launched: LaunchedStep, masks: list[Bits | None]) -> None:
         """Choose the tokens of a step's masked samples; they replace the tokens that `launch` chose without a mask."""
@@ -250,7 +265,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def _choose(self, launched: LaunchedStep, masks: list[Bits | None]) -> None:
         assert launched.masked is not None, "no sample of this step waits for a mask"
-        places, logits, tokens, rows, positions, scored, raw = launched.masked
+        places, logits, tokens, rows, positions, scored, raw, unread = launched.masked
         launched.masked = None
         packed = pack_masks(masks, logits.shape[1], pin=self._is_cuda)
         packed = packed.to(self._device, non_blocking=True)
@@ -260,6 +275,7 @@ class TorchExecutor:
             assert tokens is not None
             chosen = self._sampler.sample(logits, rows[places], positions[places], packed)
             tokens = tokens.index_copy(0, self._to_device(places), chosen.to(tokens.dtype))
+        self._read_states(unread)
         launched.scores = [] if raw is None else self._score(raw, tokens, rows, scored)
         launched.tokens, launched.done = self._to_host(tokens), self._record()
 
@@ -315,7 +331,8 @@ class TorchExecutor:
             return logits, tokens if self._sampler.is_greedy(rows) else None, []
         inputs, batch = self._rows.gather(flat)
         asked = None if is_scored else self._decoder.select(batch, wanted)
-        hidden = self._decoder.forward(inputs, batch, self._cache, asked)
+        states = None if self._states is None else self._states[: flat.positions.size]
+        hidden = self._decoder.forward(inputs, batch, self._cache, asked, states)
         scores = self._score_prompts(flat, hidden) if is_scored else []
         if is_scored:
             hidden = hidden[self._to_device(wanted)]

@@ -107,8 +107,17 @@ class Captured(NamedTuple):
 class Capturer:
     """Captures the steps of one engine, all in one memory pool."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, rows: Rows, max_sequences: int, drafts: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        rows: Rows,
+        max_sequences: int,
+        drafts: int = 0,
+        states: torch.Tensor | None = None,
+    ) -> None:
         self.decoder, self.cache, self.rows = decoder, cache, rows
+        self._states = states  # where steps write the hidden states that a draft head reads
         self.max_samples = max_sequences + drafts  # tokens that a step samples
         self.scratch = max_sequences  # row of the padding
         # With several ranks the tokens are chosen after the captured step: rank 0 sends them to the others.
@@ -129,6 +138,10 @@ class Capturer:
             logits, tokens = step()
         self._pool = self._pool or graph.pool()
         return Captured(graph, logits, tokens)
+
+    def states(self, tokens: int) -> torch.Tensor | None:
+        """Return where a step of so many tokens writes hidden states, if a draft head reads them."""
+        return None if self._states is None else self._states[:tokens]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states, in the one buffer of all captured steps."""
@@ -208,7 +221,7 @@ class DecodeGraphs:
         capturer.rows.change_tables(self._inputs["places"], self._inputs["blocks"])
         shared = shared_in(self._inputs, size) if shares else None
         tokens, batch = capturer.rows.gather_decodes(rows, positions, host_of(size, size), shared)
-        logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, None))
+        logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, None, capturer.states(size)))
         if not is_greedy:
             return logits, None
         chosen = likeliest(logits)

@@ -126,7 +126,7 @@ class MixedGraphs:
             host_of(count, count),
         )
         asked = SampledTokens(np.zeros(count, np.int64), wanted, alone)
-        logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, asked))
+        logits = capturer.logits(capturer.decoder.forward(tokens, batch, capturer.cache, asked, capturer.states(size)))
         if not capturer.chooses:
             return logits, None
         chosen = likeliest(logits)

@@ -160,8 +160,8 @@ class Rows:
             self._shared = key, self._grouping.find(tables, contexts)
         return self._shared[1]
 
-    def gather(self, flat: Flat) -> tuple[torch.Tensor, Batch]:
-        """Return the input tokens and the flat batch, on the device."""
+    def gather(self, flat: Flat, ahead: int = 0) -> tuple[torch.Tensor, Batch]:
+        """Return the input tokens, or those `ahead` of them, and the flat batch, on the device."""
         rows, _, contexts, owner, positions, decodes = flat
         slots, tables = self._slots_and_tables(0, flat)
         host = HostBatch(positions, slots, flat.starts.astype(np.int32), contexts.astype(np.int32), tables)
@@ -174,7 +174,7 @@ class Rows:
         if shared is not None:
             items, members, prefixes, parts = to_device(self.device, *shared)
             batch.shared = SharedPrefixes(items, members, prefixes, parts, int(shared.parts.sum()))
-        return self.tokens[self._to_device(rows[owner]).long(), batch.positions.long()], batch
+        return self.tokens[self._to_device(rows[owner]).long(), batch.positions.long() + ahead], batch
 
     def _slots_and_tables(self, group: int, flat: Flat) -> tuple[np.ndarray, np.ndarray]:
         """Return the slots of all tokens and the block tables of all slices in one group of layers."""

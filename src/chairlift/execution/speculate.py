@@ -1,9 +1,10 @@
-"""Build what speculation needs: a draft model, the times of steps, and the scheduler's part."""
+"""Build what speculation needs: a draft model or head, the times of steps, and the scheduler's part."""
 
 from __future__ import annotations
 
 from chairlift.core.assemble import speculation_of
 from chairlift.core.errors import SettingsError
+from chairlift.core.limits import Limits
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.settings import SchedulingSettings
 from chairlift.core.step_times import StepTimes
@@ -11,8 +12,10 @@ from chairlift.costs.calibrate import time_checks
 from chairlift.execution.draft_model import DraftModel
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.graphs import LADDER
+from chairlift.execution.head_drafts import HeadDrafts
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
+from chairlift.models.eagle3 import Eagle3Head
 from chairlift.ops.kv_cache import KvCache
 
 _CHECKED = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens of the steps that are timed where steps are not captured
@@ -37,7 +40,13 @@ def add_draft_model(
             "KV blocks that stay allocated; use speculation ngram"
         )
     blocks = draft.make_cache(cache.blocks, cache.block_size)
-    executor.use_draft(DraftModel(draft, blocks, executor.rows, executor.sampler, max_sequences))
+    executor.drafts = DraftModel(draft, blocks, executor.rows, executor.sampler, max_sequences)
+
+
+def add_head(executor: TorchExecutor, head: Eagle3Head, cache: KvCache, limits: Limits) -> None:
+    """Let an executor draft with an EAGLE-3 head."""
+    most = max(limits.step_tokens, limits.max_samples)
+    executor.drafts = HeadDrafts(head, cache, executor.rows, executor.sampler, limits.max_sequences, most)
 
 
 def speculate(
@@ -46,20 +55,18 @@ def speculate(
     executor: TorchExecutor,
     decoder: Decoder,
     cache: KvCache,
-    draft: Decoder | None,
 ) -> None:
     """Let a scheduler's steps check drafts; what steps cost by their tokens is measured now."""
     limits, is_captured = scheduler.limits, executor.captures
     sizes = [size for size in (LADDER if is_captured else _CHECKED) if size <= limits.max_samples]
-    draft_times = None
+    drafts, draft_times = executor.drafts, None
     if is_captured:
         measured = [(size, executor.seconds_of_decodes(size)) for size in sizes]
     else:
         measured = time_checks(decoder, cache, sizes)
-    if draft is not None:
+    if drafts is not None:
         rows = [size for size in sizes if size <= limits.max_sequences]
-        passes = [(size, executor.seconds_of_draft(size)) for size in rows] if is_captured else None
-        draft_times = StepTimes(passes or time_checks(draft, cache, rows), is_padded=is_captured)
+        draft_times = StepTimes(drafts.times(rows), is_padded=is_captured)
     times = StepTimes(measured, is_padded=is_captured)
     scheduler.planner.speculation = speculation_of(settings, limits, times, draft_times)
     if settings.acceptance is not None:

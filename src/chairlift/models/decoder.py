@@ -46,6 +46,11 @@ class Decoder:
         # Rounded to the model's dtype before it multiplies, as in Gemma.
         self._scale = None if embedding_scale is None else float(torch.tensor(embedding_scale, dtype=config.dtype))
         self._logit_cap = logit_cap
+        self.read_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads, if there is one
+
+    def serve_head(self, layers: tuple[int, ...]) -> None:
+        """Keep one more layer in the KV cache, for a draft head that reads the inputs of these layers."""
+        self.read_layers = layers
 
     def prepare(self, max_length: int) -> None:
         """Compute the rotary tables for up to `max_length` tokens, shared by layers with the same rope."""
@@ -87,16 +92,25 @@ class Decoder:
 
     def kv_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one token's keys and values in all layers, in the model's dtype by default."""
-        return bytes_per_token(len(self.blocks), *self._kv_shape, dtype or self.config.dtype)
+        return bytes_per_token(len(self.blocks) + self._head_layers, *self._kv_shape, dtype or self.config.dtype)
 
     def kv_bytes_per_block(self, block_size: int, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one block, in the model's dtype by default: it has the layers of one group."""
-        return block_size * bytes_per_token(self.layout.width, *self._kv_shape, dtype or self.config.dtype)
+        return block_size * bytes_per_token(self._cache_layers, *self._kv_shape, dtype or self.config.dtype)
 
     def make_cache(self, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KvCache:
         """Return a KV cache for this decoder, in the model's dtype by default."""
-        (kv_heads, head_dim), width, kind = self._kv_shape, self.layout.width, dtype or self.config.dtype
+        (kv_heads, head_dim), width, kind = self._kv_shape, self._cache_layers, dtype or self.config.dtype
         return KvCache(width, blocks, kv_heads, head_dim, block_size, kind, self.device, compiled=self.is_compiled)
+
+    @property
+    def _head_layers(self) -> int:
+        return 1 if self.read_layers else 0
+
+    @property
+    def _cache_layers(self) -> int:
+        """Layers in a block."""
+        return self.layout.width + self._head_layers
 
     @property
     def _kv_shape(self) -> tuple[int, int]:
@@ -104,16 +118,37 @@ class Decoder:
         assert len(shapes) == 1, "layers with keys and values of different shapes would need several caches"
         return shapes.pop()
 
-    def forward(self, tokens: torch.Tensor, batch: Batch, cache: KvCache, wanted: SampledTokens | None) -> torch.Tensor:
-        """Return the last hidden states [tokens, hidden] of a flat batch, or of the `wanted` tokens alone."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        batch: Batch,
+        cache: KvCache,
+        wanted: SampledTokens | None,
+        states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the last hidden states [tokens, hidden] of a flat batch, or of the `wanted` tokens alone.
+
+        The inputs of the layers that a draft head reads are written side by side to `states`.
+        """
         embedded = embed(tokens, self.embedding, self.group)
         if self._scale is not None:
             embedded *= self._scale
         x = self._as_array(embedded)  # the residual: layers add to it in place
         last, batches = self.blocks[-1], (batch, *batch.others)
-        for block, group, slot in zip(self.blocks, self.layout.groups, self.layout.slots, strict=True):
+        for number, (block, group, slot) in enumerate(
+            zip(self.blocks, self.layout.groups, self.layout.slots, strict=True)
+        ):
+            if states is not None:
+                self._keep(number, x, states)
             x = block(x, slot, batches[group], cache, wanted if block is last else None)
         return torch.from_numpy(x) if self.is_compiled else x
+
+    def _keep(self, number: int, x: Any, states: torch.Tensor) -> None:
+        """Copy a layer's input, which later layers change in place, to its columns of `states`."""
+        for place, layer in enumerate(self.read_layers):
+            if layer == number:
+                width = x.shape[1]
+                states[:, place * width : (place + 1) * width] = torch.from_numpy(x) if self.is_compiled else x
 
     def select(self, batch: Batch, chosen: np.ndarray) -> SampledTokens:
         """Select the tokens of a batch for which `forward` returns the last hidden states."""
