@@ -174,7 +174,9 @@ def test_ranks_stand_on_execution_alone() -> None:
             assert [name for name in ours_in(module) if not is_within(name, may)] == [], module
 
 
-@pytest.mark.parametrize("package", ["msgspec", "zmq", "starlette", "uvicorn"])
+@pytest.mark.parametrize(
+    "package", ["starlette", *(pytest.param(name, marks=pytest.mark.long) for name in ("msgspec", "zmq", "uvicorn"))]
+)
 def test_an_llm_of_one_rank_needs_no_package_of_servers(package: str) -> None:
     """A GPU box may have torch and little else."""
     code = f"import sys, chairlift.offline.llm; sys.exit('{package}' in sys.modules)"

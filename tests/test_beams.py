@@ -87,7 +87,9 @@ def model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    "search", [pytest.param(each, marks=pytest.mark.long if place % 2 else []) for place, each in enumerate(SEARCHES)]
+)
 def test_every_search_gives_the_beams_of_transformers(folder: Path, model: Any, search: str) -> None:
     draw = random.Random(1)
     llm = LLM(str(folder), progress=False)
@@ -154,7 +156,9 @@ def test_a_search_holds_no_more_than_its_beams_however_many_tokens_stop_it(folde
     assert max(held) <= 2 * width, "the beams that go on and those that have ended, with no alternatives"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if "preempted" in way else pytest.mark.long) for way in WAYS]
+)
 def test_beams_are_the_same_in_every_way_to_run(folder: Path, model: Any, way: str) -> None:
     draw = random.Random(2)
     prompts = [[draw.randrange(64) for _ in range(draw.randint(1, 90))] for _ in range(8)]

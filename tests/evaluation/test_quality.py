@@ -45,6 +45,7 @@ def test_a_quantized_file_is_compared_with_itself_in_float32() -> None:
     assert quality.quality_table(found, "default").row_count == 6  # without speeds
 
 
+@pytest.mark.long
 def test_the_reference_must_have_the_same_tokens(tiny_model: Path) -> None:
     with pytest.raises(ChairliftError, match="split the text into other tokens"):
         quality.measure(str(tiny_model), quality.TEXT.read_text()[:2000], {}, repeat=0, reference="smollm2-135m")

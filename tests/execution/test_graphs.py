@@ -94,13 +94,16 @@ def make_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> MixedGraphs:
     return MixedGraphs(Uncaptured(decoder, cache, rows, MAX_ROWS), 128)
 
 
-CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
-    "decodes and a prompt": ([(40, 1), (9, 1), (0, 20)], [3, 7, 0]),
-    "a chunk after others": ([(3, 1), (50, 60)], [1, 2]),
-    "the last tokens of two prompts": ([(7, 1), (0, 40), (30, 1), (64, 3)], [0, 11, 5, 6]),
-    "prompts alone, and the whole step": ([(0, 100), (0, 28)], [4, 9]),
-    "as many as there are rows": ([(5 * i, 1) for i in range(11)] + [(0, 5)], list(range(12))),
-}
+CASES = [
+    pytest.param(pieces, rows, id=name, marks=[pytest.mark.long] if is_long else [])
+    for name, is_long, pieces, rows in (
+        ("decodes and a prompt", False, [(40, 1), (9, 1), (0, 20)], [3, 7, 0]),
+        ("a chunk after others", True, [(3, 1), (50, 60)], [1, 2]),
+        ("the last tokens of two prompts", True, [(7, 1), (0, 40), (30, 1), (64, 3)], [0, 11, 5, 6]),
+        ("prompts alone, and the whole step", True, [(0, 100), (0, 28)], [4, 9]),
+        ("as many as there are rows", False, [*((5 * i, 1) for i in range(11)), (0, 5)], list(range(12))),
+    )
+]
 
 
 def expect(graphs: MixedGraphs, flat: Flat, wanted: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +134,7 @@ def check(graphs: MixedGraphs, flat: Flat, shared: Any, monkeypatch: pytest.Monk
     return size
 
 
-@pytest.mark.parametrize(("pieces", "rows"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("pieces", "rows"), CASES)
 @torch.inference_mode()
 def test_a_padded_step_matches_a_plain_one(
     graphs: MixedGraphs, pieces: list[tuple[int, int]], rows: list[int], monkeypatch: pytest.MonkeyPatch
@@ -140,7 +143,7 @@ def test_a_padded_step_matches_a_plain_one(
     assert check(graphs, flat, None, monkeypatch) >= flat.positions.size
 
 
-@pytest.mark.parametrize(("pieces", "rows"), list(CASES.values())[:3], ids=list(CASES)[:3])
+@pytest.mark.parametrize(("pieces", "rows"), CASES[:3])
 @torch.inference_mode()
 def test_each_layer_of_a_padded_step_reads_the_tables_of_its_group(
     windowed: MixedGraphs, pieces: list[tuple[int, int]], rows: list[int], monkeypatch: pytest.MonkeyPatch

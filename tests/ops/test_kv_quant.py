@@ -15,6 +15,11 @@ from chairlift.ops.kv_cache import KvCache, bytes_per_token, write_kv_reference
 from chairlift.ops.kv_quant import KV_DTYPES, dequantize_reference, quantize_reference
 from chairlift.ops.rotate import rotate_and_store
 
+SHAPES = [
+    (4, 4, 32),
+    (2, 2, 80),
+    *(pytest.param(*shape, marks=pytest.mark.long) for shape in ((9, 3, 64), (8, 1, 128))),
+]
 NARROW = pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())
 # Largest error of attention over 8 bits, as a share of the root mean square of the exact result.
 NEAR = {torch.int8: 0.02, torch.float8_e4m3fn: 0.06}
@@ -77,7 +82,7 @@ def test_the_compiled_writer_writes_the_bytes_of_the_reference(dtype: torch.dtyp
 
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 2, 80)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @NARROW
 def test_compiled_attention_matches_the_reference(
     dtype: torch.dtype, heads: int, kv_heads: int, dim: int, pieces: list[tuple[int, int]], window: int

@@ -15,7 +15,14 @@ from chairlift.ops.filters import Filters
 from chairlift.ops.masks import forbid_reference_, pack_masks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="f32"),
+        pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.long),
+        pytest.param(torch.float16, id="f16", marks=pytest.mark.long),
+    ],
+)
 VOCABULARY = 5000  # several parts, the last of which is not full
 
 

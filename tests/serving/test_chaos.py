@@ -209,7 +209,7 @@ async def _read(server: Running, body: dict[str, Any]) -> bytes:
     return await client.read_all()
 
 
-@pytest.mark.parametrize("fault", ["step", "device"])
+@pytest.mark.parametrize("fault", [pytest.param("step", marks=pytest.mark.long), "device"])
 def test_an_engine_whose_device_fails_is_unhealthy_and_replaced(tiny_model: Path, tmp_path: Path, fault: str) -> None:
     file = tmp_path / "fault"
     environment = {"FAKE_FAULT": str(file)}
@@ -247,7 +247,7 @@ def slow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("slow") / "llama", chat_template=template)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_engine_that_dies_while_a_prompt_is_tokenized_costs_that_request_an_error(
     slow_template: Path, tmp_path: Path, stream: bool
 ) -> None:
