@@ -208,6 +208,7 @@ run_batch(llm, Path(source), Path(target))
 """
 
 
+@pytest.mark.long
 def test_a_job_killed_while_it_removes_error_lines_loses_nothing(llm: LLM, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     run_batch(llm, write(tmp_path / "in.jsonl", line("a"), line("b", prompt=""), line("c")), out)

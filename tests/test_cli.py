@@ -174,6 +174,7 @@ def test_chat_drops_the_oldest_turns_when_the_context_is_full(tiny_model: Path) 
     assert len(STATS.findall(done.stderr)) == 7
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_run_quietly(endless_model: str) -> None:
     with started("run", "Hi", "-m", endless_model, *ENDLESS) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -232,6 +233,7 @@ def in_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Ca
             os.close(ours)
 
 
+@pytest.mark.long
 def test_chat_in_a_terminal_prompts_and_leaves_with_ctrl_d(tiny_model: Path) -> None:
     with in_a_terminal("chat", "-m", str(tiny_model), "--max-tokens", "5") as (process, read_until, typed):
         read_until(b"> ")

@@ -114,6 +114,7 @@ def test_quantized_answers_do_not_depend_on_how_they_are_run(smollm: Any) -> Non
     assert sum(same) > 0.9 * len(same)  # of the tokens that float32 takes in the same place
 
 
+@pytest.mark.long
 def test_answers_are_the_same_with_the_prefix_cache_and_without() -> None:
     system = {"role": "system", "content": "You answer in one short sentence. " * 12}
     topics = ("rivers", "rain", "bread", "trains", "the moon", "salt")

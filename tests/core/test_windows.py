@@ -199,7 +199,7 @@ def test_a_reserved_table_gets_back_what_it_frees_and_needs_no_other_block() -> 
     assert pool.free == 3
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", [pytest.param("fcfs", marks=pytest.mark.long), "priority"])
 def test_sequences_that_reserve_their_windows_break_no_promise(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the worlds of test_policies, with sequences settled after one preemption: three of one sequence are rare."""
     monkeypatch.setattr(request_module, "MAX_PREEMPTIONS", 1)

@@ -10,7 +10,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.costs.steps import PARTS, Stopwatch
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_parts_of_steps_with_a_full_batch_add_up(tiny_model: Path, overlap: bool) -> None:
     llm = LLM(str(tiny_model), progress=False, device="cpu", max_length=128, overlap=overlap)
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (4, 12, 12)]

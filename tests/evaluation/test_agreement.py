@@ -54,6 +54,7 @@ def test_our_errors_are_of_the_order_of_theirs(found: dict[str, Any]) -> None:
     assert found["same_tokens"] > 0.5
 
 
+@pytest.mark.long
 def test_other_weights_are_detected_at_once(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = make_tiny_model(tmp_path, seed=1, tokenizer=False)
     monkeypatch.setattr(agreement, "LLM", lambda _folder, **settings: LLM(str(other), **settings))
@@ -76,6 +77,7 @@ def test_decoding_and_teacher_forcing_match_transformers_own(tiny_model: Path) -
     assert forced.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.long
 def test_random_weights_are_the_same_for_all(tiny_model: Path) -> None:
     settings = {**SETTINGS, "load_format": "dummy"}
     summary = measure(str(tiny_model / "config.json"), settings, prompts=4, prompt_tokens=3, tokens=5)

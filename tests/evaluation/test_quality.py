@@ -17,6 +17,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(quality, name, value)
 
 
+def test_a_kv_dtype_is_compared_with_the_model_s_own(tiny_model: Path) -> None:
+    exact, narrow = quality.measure(str(tiny_model), WORDS, {"dtype": "float32", "kv_dtype": "int8"}, repeat=0)
+    assert [exact.name, narrow.name] == ["float32", "float32, KV int8"]
+    assert narrow.perplexity == pytest.approx(exact.perplexity, rel=0.1)
+
+
+@pytest.mark.long
 def test_every_kv_dtype_is_compared_with_the_model_s_own(tiny_model: Path) -> None:
     found = quality.measure(str(tiny_model), WORDS, {"dtype": "float32"}, repeat=2)
     names = ["float32", *(f"float32, KV {kv_dtype}" for kv_dtype in KV_DTYPES)]

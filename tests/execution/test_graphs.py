@@ -170,6 +170,7 @@ def test_a_decode_step_applies_changes_in_each_group(windowed: MixedGraphs, monk
     assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_decodes_with_a_shared_prefix_are_grouped_beside_a_prompt(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +242,7 @@ def test_inputs_without_a_value_are_blank() -> None:
     assert inputs["rows"].tolist() == [7] * 5 and inputs["more"].tolist() == [0] * 4
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_a_check_of_drafts_runs_as_decodes_of_one_row(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of 1 + k tokens, computed as 1 + k decodes: each attends to the tokens before it, of this step, too."""
@@ -261,6 +263,7 @@ def test_a_check_of_drafts_runs_as_decodes_of_one_row(graphs: MixedGraphs, monke
     assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_a_prompt_stays_whole_behind_the_checks_of_its_step(
     graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch

@@ -108,6 +108,7 @@ def test_the_files_answer_before_they_are_damaged(files: Damage) -> None:
     assert all(answer(path) for path in files.sound())
 
 
+@pytest.mark.long
 def test_a_damaged_model_answers_or_raises_a_one_line_error(files: Damage) -> None:
     found = outcomes(files, range(300))
     assert min(found["answered"], found["refused"]) > 60, "damage must neither always nor never prevent loading"

@@ -61,7 +61,7 @@ def test_unwritten_blocks_are_zeros(dtype: torch.dtype) -> None:
     assert not cache.values(0, every).any()
 
 
-@pytest.mark.parametrize("dim", [24, 64, 80])
+@pytest.mark.parametrize("dim", [pytest.param(24, marks=pytest.mark.long), 64, 80])
 @NARROW
 def test_the_compiled_writer_writes_the_bytes_of_the_reference(dtype: torch.dtype, dim: int) -> None:
     qkv = torch.randn(40, 4 + 2 + 2, dim) * 10 ** torch.linspace(-3, 3, 40).view(-1, 1, 1)

@@ -109,7 +109,7 @@ def test_threads_do_not_change_a_bit() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q4_1", *(pytest.param(each, marks=pytest.mark.long) for each in ("Q8_0", "Q6_K"))])
 def test_machines_without_byte_products_compute_the_same_bits(name: str) -> None:
     layer, x = blocks(name, 64, 256).prepare(Fused()), torch.randn(11, 256).numpy()
     fast = layer(x)

@@ -161,7 +161,11 @@ def test_triton_uses_the_scale_of_every_token(kv_dtype: torch.dtype) -> None:
     assert close(attention_cuda.attend(qkv, 4, cache, 1, batch, 0), 2 * before)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "kv_dtype"), [(4, 2, torch.float32), (6, 1, torch.int8)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "kv_dtype"),
+    [pytest.param(4, 2, torch.float32, marks=pytest.mark.long), (6, 1, torch.int8)],
+    ids=str,
+)
 def test_a_shared_prefix_is_read_once_for_its_group(heads: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
     lengths = [400, 340, 300, 20, 345, 333, 301, 310, 500, 400, 399, 1]
     batch, blocks = make_batch([(length, 1) for length in lengths], 16)

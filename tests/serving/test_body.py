@@ -39,6 +39,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.long
 @given(OBJECTS, st.booleans(), st.sampled_from([None, 1]), st.sampled_from([(",", ":"), (" , ", " : ")]))
 def test_whatever_json_writes_comes_back(
     value: dict[str, Any], ascii_only: bool, indent: int | None, separators: tuple[str, str]
@@ -140,6 +141,7 @@ def test_nesting_ends_at_32_levels(opened: bytes, closed: bytes) -> None:
             read_object(nested(levels))
 
 
+@pytest.mark.long
 @given(OBJECTS)
 def test_items_are_counted_in_all_lists_and_objects(value: dict[str, Any]) -> None:
     def items(of: Any) -> int:

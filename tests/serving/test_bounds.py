@@ -147,6 +147,7 @@ def test_draining_waits_for_a_reply_that_is_read_slowly(tiny_model: Path) -> Non
 # ---- connections
 
 
+@pytest.mark.long
 def test_connections_without_a_request_are_closed(tiny_model: Path) -> None:
     constants = {"chairlift.serving.listening.HEAD_SECONDS": 1.0}
     with (
@@ -194,6 +195,7 @@ def test_a_server_without_descriptors_answers_and_replaces_its_engine(tiny_model
         adds_up(server)
 
 
+@pytest.mark.long
 def test_health_is_answered_while_every_connection_has_a_request(tiny_model: Path) -> None:
     environment = {"FAKE_STEP": "0.05", "FAKE_SEQUENCES": "256"}
     stream = post({"prompt": "Hello", "max_tokens": 400, "stream": True})
@@ -308,6 +310,7 @@ def test_a_refused_body_is_not_read_and_the_client_is_told_why(
             assert read_reply(client)[0] == 200
 
 
+@pytest.mark.long
 def test_all_bodies_together_are_bounded_until_they_are_admitted(tiny_model: Path) -> None:
     constants = {"chairlift.serving.service._BODIES": 3_000_000}
     with running(tiny_model, "--log-level", "error", fake=True, constants=constants) as server, ExitStack() as stack:

@@ -172,6 +172,7 @@ def test_the_metrics_tell_tokens_looked_up_and_found_and_blocks_kept(server: Run
     assert cached(client) == 0, "the oldest has gone"
 
 
+@pytest.mark.long
 def test_with_the_cache_off_nothing_is_kept_and_a_reset_finds_nothing(tiny_model: Path) -> None:
     with running(tiny_model, "--no-prefix-cache", "--served-model-name", "tiny", fake=True) as server:
         client = client_of(server)

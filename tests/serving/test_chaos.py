@@ -108,6 +108,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Running, 
     assert server.post(CHAT, asks(4, stream=False)).status_code == 200
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_frees_its_blocks_at_once(tiny_model: Path) -> None:
     with running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_STEP": "0.02"}) as server:
         for number, stream in enumerate((True, False), 1):
@@ -226,6 +227,7 @@ def test_an_engine_whose_device_fails_is_unhealthy_and_replaced(tiny_model: Path
         assert server.post(CHAT, asks(3, stream=False)).status_code == 200
 
 
+@pytest.mark.long
 def test_single_steps_that_fail_cost_their_own_requests_only(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "fault"
     environment = {"FAKE_FAULT": str(file)}

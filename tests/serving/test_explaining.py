@@ -195,6 +195,7 @@ def test_a_stuck_engine_is_told_in_time_and_holds_few_questions(server: Running)
     assert server.engine_pid() == engine
 
 
+@pytest.mark.long
 def test_any_http_process_answers_for_all(tiny_model: Path) -> None:
     environment = {
         "FAKE_STEP": "0.5"

@@ -195,6 +195,7 @@ def test_a_conversation_with_tool_calls_and_their_results_is_answered(server: Ru
     assert refused.status_code == 400 and "not JSON" in refused.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_the_effort_of_reasoning_reaches_the_chat_template(tmp_path: Path) -> None:
     from tiny import CHAT_TEMPLATE, make_tiny_model
 

@@ -209,6 +209,7 @@ class Endless(socketserver.BaseRequestHandler):
         self.request.recv(1)  # until the router closes
 
 
+@pytest.mark.long
 def test_the_bodies_of_running_streams_are_not_kept() -> None:
     body = b'{"prompt": "Hello", "stream": true' + b" " * (4 << 20) + b"}"
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Endless) as server, ExitStack() as stack:

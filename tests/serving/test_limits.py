@@ -347,6 +347,7 @@ def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(tiny_mode
         assert server.process.wait(10) == 0
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_at_once(tiny_model: Path) -> None:
     with running(tiny_model, fake=True, environment={"FAKE_STEP": "0.05"}) as server:
         engine = server.engine_pid()
@@ -368,6 +369,7 @@ def is_cut_off(chunks: Iterator[str]) -> bool:
     return "error" in last or last["choices"][0]["finish_reason"] is None
 
 
+@pytest.mark.long
 def test_a_stream_that_outlasts_the_grace_is_ended_with_an_error(tiny_model: Path) -> None:
     with running(tiny_model, "--grace", "0.5", fake=True, environment={"FAKE_STEP": "0.05"}) as server:
         with streaming(server) as chunks:

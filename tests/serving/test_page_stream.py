@@ -129,6 +129,7 @@ def test_a_page_that_is_opened_later_learns_which_sequences_run(server: Running)
             assert step[5], "the first step that a new page sees names its rows"
 
 
+@pytest.mark.long
 def test_a_page_that_stays_open_is_sent_new_beginnings_so_that_what_it_saves_has_one(tiny_model: Path) -> None:
     often = {"chairlift.serving.page._RENEW_EVERY": 0.1, "chairlift.serving.page._BEGIN_EVERY": 2}
     with running(tiny_model, fake=True, constants=often) as server, events(server) as stream:
@@ -136,6 +137,7 @@ def test_a_page_that_stays_open_is_sent_new_beginnings_so_that_what_it_saves_has
         assert second["epoch"] == first["epoch"] and second["at"] > first["at"]
 
 
+@pytest.mark.long
 def test_prompts_are_in_the_stream_only_where_the_operator_allows_it(tiny_model: Path) -> None:
     with running(tiny_model, "--ui-prompts", fake=True) as server, events(server) as stream:
         until(stream, "start")

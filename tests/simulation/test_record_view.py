@@ -65,6 +65,7 @@ def test_a_comparison_records_one_run_of_each_cell(tiny_model: Path, tmp_path: P
     assert {count(own["events"], "end") for own in found.values()} == {6}
 
 
+@pytest.mark.long
 def test_a_benchmark_records_its_first_run(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny_model), "--workload", "uniform", "--requests", "5", "--repeat", "2")
     flags += ("--prompt-tokens", "4..8", "--output-tokens", "2..9")
