@@ -13,7 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-STEPS = 80  # of training
 
 
 def make_head(
@@ -139,7 +138,12 @@ class Reference:
 
 
 def train_head(
-    folder: Path, model: Path, prompts: list[list[int]], answers: list[list[int]], layers: tuple[int, ...]
+    folder: Path,
+    model: Path,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    layers: tuple[int, ...],
+    steps: int = 80,
 ) -> None:
     """Train the weights of a head, with the whole vocabulary, to draft answers behind their prompts."""
     reference = Reference.of(folder, model, layers)
@@ -147,7 +151,7 @@ def train_head(
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     states = [reference.states(text)[:-2] for text in texts]
     optimizer = torch.optim.Adam(weights, lr=4e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         for text, prompt, of_model in zip(texts, prompts, states, strict=True):
             tokens, begin = torch.tensor(text), max(0, len(prompt) - 2)
