@@ -11,6 +11,7 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.request import Request
+from chairlift.core.step_times import StepTimes
 from tiny import make_tiny_model
 
 pytestmark = [
@@ -190,3 +191,22 @@ def test_drafts_change_no_token(overlap: bool, temperature: float, tmp_path: Pat
         if draft is folder:
             assert sum(found.counts.accepted) > 0.95 * sum(found.counts.drafted)
         llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_of_a_trained_head_change_no_token(overlap: bool, tmp_path: Path) -> None:
+    from eagle3 import make_head, train_head
+
+    folder = make_tiny_model(tmp_path / "model", tokenizer=False, num_hidden_layers=8)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    common: dict[str, Any] = {"progress": False, "device": "cuda", "dtype": "float32", "overlap": overlap}
+    expected = tokens(LLM(str(folder), **common), params)
+    head = make_head(tmp_path / "head", folder)
+    train_head(head, folder, prompts(), [answers[0] for answers in expected], (2, 4, 5))
+    llm = LLM(str(folder), speculation="eagle3", draft=str(head), **common)
+    found = llm.engine.scheduler.planner.speculation
+    assert found is not None
+    found.times, found._draft_times = StepTimes([(1, 1.0), (400, 1.0)]), None
+    for _ in range(2):
+        assert tokens(llm, params) == expected
+    assert sum(found.counts.drafted) > sum(found.counts.accepted) > 100
