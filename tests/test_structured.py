@@ -14,7 +14,9 @@ import pytest
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
-from schemas import UNSUPPORTED, corpus
+from chairlift.text.grammar import Grammars, source_of
+from chairlift.text.tokenizer import Tokenizer
+from schemas import UNSUPPORTED, check, corpus
 from tiny import make_tiny_model
 
 CORPUS = corpus()
@@ -41,7 +43,7 @@ def check_all(llm: LLM, schemas: list[dict[str, Any]], prompt: list[int] = PROMP
             assert answer.error is None
             if answer.finish_reason == "stop":
                 finished += 1
-                jsonschema.validate(json.loads(answer.text), schema, jsonschema.Draft202012Validator)
+                check(answer.text, schema)
     pool = llm.engine.scheduler.pool
     assert pool.available == pool.total
     return finished
@@ -50,7 +52,7 @@ def check_all(llm: LLM, schemas: list[dict[str, Any]], prompt: list[int] = PROMP
 def test_the_corpus_is_large_and_valid() -> None:
     assert len(CORPUS) >= 300
     for schema in CORPUS:
-        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,16 @@ def test_the_corpus_is_large_and_valid() -> None:
 def test_answers_match_every_schema_of_the_corpus(llm: LLM, params: dict[str, Any]) -> None:
     """A model with random weights writes anything that the grammar allows."""
     assert check_all(llm, CORPUS, max_tokens=400, **params) > 0.8 * len(CORPUS)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_answers_match_with_speculation(model: Path, temperature: int) -> None:
+    """Drafts that a grammar forbids are not accepted, and those that it allows leave it in the right state."""
+    with LLM(str(model), progress=False, max_sequences=32, speculation="ngram", fixed_drafts=3) as drafting:
+        schemas = CORPUS[temperature::6]
+        assert check_all(drafting, schemas, max_tokens=300, temperature=temperature, seed=2) > 0.8 * len(schemas)
+        speculation = drafting.engine.scheduler.planner.speculation
+        assert speculation is not None and sum(speculation.counts.accepted) > 20
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
@@ -123,6 +135,24 @@ def test_only_named_properties_are_written_unless_others_are_allowed(llm: LLM, s
     assert len(found) > 4
     for each in found:
         assert all(part.keys() <= {"a"} for part in (each if isinstance(each, list) else [each]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        ({"properties": {"a": {"type": "boolean"}}, "additionalProperties": {"const": 1}}, r'{"a":true,"\u0061":1}'),
+        ({"patternProperties": {"^a": {"const": 1}}, "additionalProperties": {"const": 2}}, r'{"\u0061":2}'),
+    ],
+    ids=str,
+)
+def test_an_escaped_name_does_not_count_as_another_one(model: Path, schema: dict[str, Any], wrong: str) -> None:
+    tokenizer = Tokenizer.from_folder(model)
+    source = source_of(Structured.of({"json": {"type": "object", **schema}}))
+    grammar = Grammars(tokenizer, tokenizer.vocab_size, [0]).constraint(source).matcher
+    right = wrong.replace("\\u0061", "b")
+    for text, is_whole in ((right, True), (wrong, False)):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert (grammar.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_whole, text
 
 
 def test_parts_that_are_joined_do_not_forbid_one_another(llm: LLM) -> None:

@@ -19,7 +19,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.step import Bits
 from chairlift.core.structured import Structured
 from chairlift.core.values import one_line
-from chairlift.text.json_schema import WHITESPACE, check_multiples, close, where
+from chairlift.text.json_schema import options_of, prepare, where
 
 if TYPE_CHECKING:
     import llguidance
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from chairlift.text.tokenizer import Tokenizer
 
-_JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "lenient": False}
 _CACHED_CHARACTERS = 4 << 20  # of compiled grammars' sources
 _CACHED = 256  # compiled grammars, copies included: one takes 0.1 to 10 MiB
 _MOST_THREADS = 16
@@ -41,11 +40,11 @@ def source_of(structured: Structured) -> str:
     matcher = _library().LLMatcher
     kind, source = structured.kind, structured.source
     if kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS))
+        schema = {"type": "object"}
+        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options_of(schema)))
     if kind == "json":
-        schema = json.loads(source)
-        check_multiples(schema)
-        return str(matcher.grammar_from_json_schema(json.dumps(close(schema)), overrides=_JSON_OPTIONS))
+        schema = prepare(json.loads(source))
+        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options_of(schema)))
     if kind == "regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "choice":
@@ -89,8 +88,8 @@ def call_or_json(calls: str, structured: Structured) -> Structured:
     """Return what matches a grammar of tool calls, or JSON."""
     if structured.kind not in ("json", "json_object"):
         raise RequestError(f"tools cannot be combined with {structured.kind}: use json, or leave one of them out")
-    schema = json.loads(structured.source or '{"type":"object"}')
-    schema = {**close(schema), "x-guidance": _JSON_OPTIONS} if isinstance(schema, dict) else schema
+    schema = prepare(json.loads(structured.source or '{"type":"object"}'))
+    schema = {**schema, "x-guidance": options_of(schema)} if isinstance(schema, dict) else schema
     head, _, rest = calls.partition("\nstart:")
     return Structured(
         "grammar", is_of_tools=True, source=f"{head}\nstart: calls | %json {json.dumps(schema)}\ncalls:{rest}"

@@ -1,10 +1,10 @@
-"""JSON schemas: objects without other properties than those named, and where a keyword is that cannot be enforced."""
+"""JSON schemas: prepares them for llguidance, refuses what it would not enforce, and finds the place of its errors."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -19,10 +19,24 @@ _LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # With these, an object's properties may be named in more than one place.
 _JOINING = frozenset({"$ref", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "additionalProperties"})
+_WITHOUT_EFFECT = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
+_COUNTS = ("minProperties", "maxProperties")
 _QUOTED = re.compile(r'"([^"]+)"')
 _DEEPEST = 200
 WHITESPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens, as far as there is any: a small model would indent without end
+_ESCAPES = 'nrtbf\\"'
+_CONTROL = re.compile(r"\\[uxc0]")  # in a schema as JSON: a control character, or an expression that may be one
 _DIGITS = 4  # 50 ms; each more takes ten times as long
+
+
+def options_of(schema: Any, *, lenient: bool = False) -> dict[str, Any]:
+    r"""Return llguidance's options for a schema.
+
+    An answer has no \uXXXX unless the schema has control characters: as an escape, the name of a property would count
+    as that of another one.
+    """
+    escapes = _ESCAPES + "u" if _CONTROL.search(json.dumps(schema, ensure_ascii=False)) else _ESCAPES
+    return {"whitespace_pattern": WHITESPACE, "lenient": lenient, "json_allowed_escapes": escapes}
 
 
 def where(schema: Any, error: str) -> str:
@@ -30,23 +44,37 @@ def where(schema: Any, error: str) -> str:
 
     >>> where({"properties": {"x": {"items": {"not": {}}}}}, 'Unimplemented keys: ["not"]')
     ' (at #/properties/x/items/not)'
+    >>> where({"items": {"minLength": 3, "maxLength": 2}}, "minLength (3) is greater than maxLength (2)")
+    ' (at #/items/minLength)'
     """
-    named: set[Any] = set()
-    key = ""
-    if error.startswith("Unimplemented keys"):
-        named = set(_QUOTED.findall(error))
-    elif match := re.match(r"(?:Unknown (format)|Invalid (type)): (.+)", error):
-        key, value = match[1] or match[2], match[3]
-    elif error.startswith("oneOf"):
-        named = {"oneOf"}
-    elif "regex" in error:
-        named = {"pattern", "patternProperties"}
+    is_meant = _reader_of(error)
     for path, part in _parts(schema, "#", 0):
-        if key and str(part.get(key)) == value:
-            return f" (at {path}/{key})"
-        if found := sorted(named & part.keys()):
-            return f" (at {path}/{found[0]})"
+        for key, value in sorted(part.items()):
+            if is_meant(key, value):
+                return f" (at {path}/{key})"
     return ""
+
+
+def _reader_of(error: str) -> Callable[[str, Any], bool]:
+    """Return whether an error is about a keyword with a value."""
+    if error.startswith("Unimplemented keys"):
+        keys = set(_QUOTED.findall(error))
+        return lambda key, _: key in keys
+    if match := re.search(r"Unknown (format)|Invalid (type)|for '(.+)', got|(\w+) \((.+)\) is greater", error):
+        named = next(filter(None, match.groups()))
+        shown = match[5] or error[match.end() :].lstrip(": ")
+        return lambda key, value: key == named and shown in (value, json.dumps(value))
+    if match := re.match(r"(?:Pointer|Anchor|Resource) '#?(?:json-schema:///)?(.+?)' ", error):
+        target = match[1]
+        return lambda key, value: key == "$ref" and isinstance(value, str) and value.lstrip("#") == target
+    if match := re.match(r"(\w+) must be an? (array|object|string)", error):
+        wrong, kind = match[1], {"array": list, "object": dict, "string": str}[match[2]]
+        return lambda key, value: key == wrong and not isinstance(value, kind)
+    if error.startswith("min/maxProperties"):
+        return lambda key, _: key in _COUNTS
+    if error.startswith("oneOf"):
+        return lambda key, _: key == "oneOf"
+    return lambda key, _: "regex" in error and key in ("pattern", "patternProperties")
 
 
 def _parts(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,30 +99,80 @@ def _escape(key: str) -> str:
     return shown.replace("~", "~0").replace("/", "~1")
 
 
-def close(schema: Any) -> Any:
-    """Return the schema with no other properties than the named ones in objects that do not say whether others may be.
+def prepare(schema: Any) -> Any:
+    """Return the schema to compile; RequestError if not every answer would match the given one."""
+    check_multiples(schema)
+    closed = close(schema)
+    check_counts(closed)
+    return closed
 
-    Every answer still matches the given schema. With others allowed, a small model adds properties until its tokens are
-    used up. A schema that joins others (allOf, or $ref beside more) stays as it is: each part would forbid the rest.
+
+def close(schema: Any) -> Any:
+    """Return the schema without keywords that change nothing, and with closed objects.
+
+    Objects that do not say whether other properties may be get none but those that they name: every answer still
+    matches the given schema, and a small model does not add properties until its tokens are used up. A schema that
+    joins others (allOf, or $ref beside more) stays open: each part would forbid the rest.
 
     >>> close({"properties": {"a": {"properties": {"b": {}}}}})["properties"]["a"]["additionalProperties"]
     False
     """
-    parts = [part for _, part in _parts(schema, "#", 0)]
-    if any("allOf" in part or ("$ref" in part and part.keys() & {"properties", "required"}) for part in parts):
-        return schema
     copy = json.loads(json.dumps(schema))
-    for _, part in _parts(copy, "#", 0):
-        if "properties" in part and not part.keys() & _JOINING:
-            part["additionalProperties"] = False
+    parts = [part for _, part in _parts(copy, "#", 0)]
+    joins = any("allOf" in part or ("$ref" in part and part.keys() & {"properties", "required"}) for part in parts)
+    for part in parts:
+        for key, value in _WITHOUT_EFFECT.items():
+            if part.get(key) is value:
+                del part[key]
+        if not joins and isinstance(part.get("properties"), dict) and not part.keys() & _JOINING:
+            _close(part)
     return copy
 
 
+def _close(part: dict[str, Any]) -> None:
+    """Name all properties of an object, and leave out bounds of their number that any answer holds."""
+    named, required = part["properties"], _names(part.get("required"))
+    names = named.keys() | required
+    least, most = (part.get(key) if isinstance(part.get(key), int) else None for key in _COUNTS)
+    if least is not None and least > len(names):
+        return  # it needs others
+    part["properties"] = {**named, **{name: {} for name in sorted(required - named.keys())}}
+    part["additionalProperties"] = False
+    if least is not None and least <= len(required):
+        del part["minProperties"]
+    if most is not None and most >= len(names):
+        del part["maxProperties"]
+
+
+def _names(required: Any) -> set[str]:
+    return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+
+
+def check_counts(schema: Any) -> None:
+    """Refuse a minProperties that answers could miss: a grammar does not see that a key it has no name for repeats."""
+    for path, part in _parts(schema, "#", 0):
+        least = part.get("minProperties")
+        are_all_named = part.get("additionalProperties") is False and "patternProperties" not in part
+        if not isinstance(least, int) or are_all_named:
+            continue
+        most = 1 + len(_names(part.get("required")))
+        if least > most:
+            raise RequestError(
+                f"minProperties is {least}, and properties without a name might repeat: use at most {most}, one more "
+                f"than are required, or name all properties (at {path}/minProperties)"
+            )
+
+
 def check_multiples(schema: Any) -> None:
-    """Refuse a multipleOf with many digits: its automaton has a state for each remainder, and no limit stops it."""
+    """Refuse a multipleOf that is not above 0, or has many digits.
+
+    Its automaton has a state for each remainder, and no limit of llguidance stops it.
+    """
     for path, part in _parts(schema, "#", 0):
         value = part.get("multipleOf")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not value > 0:
+                raise RequestError(f"multipleOf is {value}: use a number above 0 (at {path}/multipleOf)")
             digits = Decimal(repr(value)).normalize().as_tuple().digits
             if len(digits) > _DIGITS:
                 raise RequestError(f"multipleOf is {value}: use one of at most {_DIGITS} digits (at {path}/multipleOf)")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.text.json_schema import WHITESPACE, check_multiples, close
+from chairlift.text.json_schema import check_counts, check_multiples, close, options_of
 from chairlift.text.parsers.json_text import quote
 from chairlift.text.parsers.tools import Tool
 from chairlift.text.tokenizer import Tokenizer
@@ -146,8 +146,9 @@ def literal(text: str) -> str:
 def json_value(schema: Mapping[str, Any], strict: bool) -> str:
     """Return the expression for a JSON value; what llguidance cannot check is an error for strict tools only."""
     check_multiples(schema)
-    options = {"whitespace_pattern": WHITESPACE, "lenient": not strict}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    if strict:
+        check_counts(schema)
+    return "%json " + json.dumps({**schema, "x-guidance": options_of(schema, lenient=not strict)})
 
 
 def json_arguments(lark: Lark, tool: Tool, name: str, by_schema: bool) -> str:
