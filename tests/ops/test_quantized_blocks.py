@@ -196,6 +196,8 @@ def assembly(triple: str, cpu: str, features: str, emit: Callable[[ir.IRBuilder,
         ("aarch64-unknown-linux-gnu", "cortex-a72", "", "plain", (4, 4, 3), "smull"),
         ("x86_64-unknown-linux-gnu", "alderlake", "", "vnni", (8, 3, 2), "vpdpbusd"),
         ("x86_64-unknown-linux-gnu", "cascadelake", "", "vnni", (16, 6, 2), "vpdpbusd"),
+        ("x86_64-unknown-linux-gnu", "haswell", "", "pairs", (8, 3, 2), "vpmaddubsw"),
+        ("x86_64-unknown-linux-gnu", "skylake-avx512", "", "pairs", (16, 6, 2), "vpmaddubsw"),
         ("x86_64-unknown-linux-gnu", "haswell", "", "plain", (8, 3, 2), "vpmaddwd"),
     ],
 )

@@ -1,9 +1,10 @@
 """The CPU's micro-kernel of quantized weights: 8-bit inputs times codes of 4 to 8 bits, summed in int32 per group.
 
 It is LLVM vector code as in tile.py. Four products of a lane are one instruction where the machine has one: vpdpbusd
-(AVX512-VNNI, AVX-VNNI) or sdot (ARM dotprod); elsewhere they are 16-bit multiply-adds. Integer sums are exact, and the
-float sums over groups are one chain of fused multiply-adds in the order of K: every machine computes the same bits, and
-a token's result does not depend on the rest of the batch.
+(AVX512-VNNI, AVX-VNNI) or sdot (ARM dotprod). Other x86 machines with AVX2 add pairs of products in 16 bits with one
+instruction (vpmaddubsw), and as many pairs as cannot overflow before they widen the sum; the rest multiply in 16 bits.
+Integer sums are exact, and the float sums over groups are one chain of fused multiply-adds in the order of K: every
+machine computes the same bits, and a token's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.ops.panels import DOT, DOTS, ROWS, SIGNED, VECTORS, Panels
+from chairlift.ops.panels import DOT, DOTS, HAS_HALVES, ROWS, SIGNED, VECTORS, Panels
 from chairlift.ops.tile import WIDTH, emit_fetch
 
 _f32, _f16 = ir.FloatType(), ir.HalfType()
@@ -27,7 +28,7 @@ _FETCH_BYTES = 4096  # how far ahead a tile prefetches the weight: measured (doc
 
 
 class Dot:
-    """Emits sums of four byte products per lane, for one way of multiplying."""
+    """Emits sums of four byte products per lane, for one way of multiplying; `signed` is of the codes."""
 
     def __init__(self, builder: Any, kind: str, width: int, signed: bool) -> None:
         self.builder, self.kind, self.width, self.signed = builder, kind, width, signed
@@ -45,14 +46,44 @@ class Dot:
             "vnni": f"llvm.x86.avx512.vpdpbusd.{32 * self.width}",
             "sdot": f"llvm.aarch64.neon.sdot.v{self.width}i32.v{4 * self.width}i8",
         }[self.kind]
-        function = ir.FunctionType(self.lanes, [self.lanes, operand, operand])
-        return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [sums, codes, inputs])
+        return self._call(name, self.lanes, sums, codes, inputs)
+
+    def depth(self, bits: int) -> int:
+        """Return how many products of four bytes with codes of `bits` can be added in 16 bits; 0: they are not."""
+        if self.kind != "pairs":
+            return 0
+        assert bits < 8 or self.signed, "unsigned codes of 8 bits overflow 16"
+        most = 128 if bits == 8 else (1 << bits) - 1
+        return (1 << 15) // (2 * 127 * most)
+
+    def pairs(self, sums: Any, codes: Any, inputs: Any) -> Any:
+        """Return sums plus codes times inputs, where sums are two of 16 bits in each lane, or None for zeros."""
+        builder, flat = self.builder, self.bytes
+        codes, inputs = builder.bitcast(codes, flat), builder.bitcast(inputs, flat)
+        if self.signed:  # the instruction takes one unsigned operand: move the codes' signs to the inputs
+            none = ir.Constant(flat, None)
+            is_negative = builder.icmp_signed("<", codes, none)
+            codes = builder.select(is_negative, builder.sub(none, codes), codes)
+            inputs = builder.select(is_negative, builder.sub(none, inputs), inputs)
+        name = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}[self.width]
+        found = self._call(name, ir.VectorType(_i16, 2 * self.width), codes, inputs)
+        return found if sums is None else builder.add(sums, found)
+
+    def widen(self, sums: Any, pairs: Any) -> Any:
+        """Return the sums of 32 bits plus those of 16 bits."""
+        name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[self.width]
+        ones = ir.Constant(pairs.type, [1] * (2 * self.width))
+        return self.builder.add(sums, self._call(name, self.lanes, pairs, ones))
+
+    def _call(self, name: str, result: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(result, [each.type for each in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
     def _plain(self, sums: Any, codes: Any, inputs: Any) -> Any:
         """Multiply the even bytes and the odd bytes as 16-bit numbers, and add neighbours."""
         for half in (0, 1):
             left = self._half(codes, half, self.signed)
-            sums = self.builder.add(sums, self._pairs(left, self._half(inputs, half, True)))
+            sums = self.builder.add(sums, self._products(left, self._half(inputs, half, True)))
         return sums
 
     def _half(self, lanes: Any, half: int, signed: bool) -> Any:
@@ -62,7 +93,7 @@ class Dot:
         found = found if half else builder.shl(found, eight)
         return builder.ashr(found, eight) if signed else builder.lshr(found, eight)
 
-    def _pairs(self, left: Any, right: Any) -> Any:
+    def _products(self, left: Any, right: Any) -> Any:
         builder, wide = self.builder, ir.VectorType(_i32, 2 * self.width)
         products = builder.mul(builder.sext(left, wide), builder.sext(right, wide))
         none = ir.Constant(wide, ir.Undefined)
@@ -127,10 +158,15 @@ class _Tile:
         builder, kind = self.builder, self.panels.scale
         if kind == "float32":
             return self.load(block, 4 * at, self.floats)
-        if kind == "float16":
+        if kind == "float16" and HAS_HALVES:
             return builder.fpext(self.load(block, 2 * at, ir.VectorType(_f16, self.width)), self.floats)
-        halves = builder.zext(self.load(block, 2 * at, ir.VectorType(_i16, self.width)), self.lanes)
-        return builder.bitcast(self.shifted(halves, -16), self.floats)
+        halves = self.load(block, 2 * at, ir.VectorType(_i16, self.width))
+        if kind == "bfloat16":
+            return builder.bitcast(self.shifted(builder.zext(halves, self.lanes), -16), self.floats)
+        # Exponent and fraction where a float32 has them, times the difference of the two exponents' zeros: exact.
+        wide = self.shifted(builder.sext(halves, self.lanes), -13)
+        bits = builder.and_(wide, ir.Constant(self.lanes, [-0x70000001 + (1 << 32)] * self.width))
+        return builder.fmul(builder.bitcast(bits, self.floats), ir.Constant(self.floats, [2.0**112] * self.width))
 
     def zeros(self, block: Any) -> list[Any]:
         """Return the zeros of a block's outputs, as floats."""
@@ -172,13 +208,21 @@ class _Tile:
             for i in range(len(totals)):
                 at = i // self.vectors * record + sum_at
                 totals[i] = self.spread(self.load(inputs, at, _i32), self.lanes)
-        for quad in range(panels.group // 4):
+        depth, quads = self.dot.depth(panels.bits), panels.group // 4
+        pairs: list[Any] = [None] * len(totals)
+        for quad in range(quads):
             codes = [self.codes(group, quad, v, upper) for v in range(self.vectors)]
             for row in range(self.rows):
                 factor = self.spread(self.load(inputs, row * record + 4 * quad, _i32), self.lanes)
                 for v in range(self.vectors):
                     i = row * self.vectors + v
-                    totals[i] = self.dot(totals[i], codes[v], factor)
+                    if depth:
+                        pairs[i] = self.dot.pairs(pairs[i], codes[v], factor)
+                    else:
+                        totals[i] = self.dot(totals[i], codes[v], factor)
+            if depth and ((quad + 1) % depth == 0 or quad + 1 == quads):
+                totals = [self.dot.widen(*both) for both in zip(totals, pairs, strict=True)]
+                pairs = [None] * len(totals)
         weights, minimums = self.scales(block, group, 0), self.scales(block, group, 1) if panels.has_minimum else []
         zeros = self.zeros(block) if panels.has_zero else []
         after = []
@@ -244,7 +288,9 @@ def _tile(
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if number <= ROWS:
-            emit_tile(builder, panels, number, Dot(builder, kind, WIDTH, SIGNED), VECTORS, args[3:])
+            emit_tile(
+                builder, panels, number, Dot(builder, kind, WIDTH, SIGNED and panels.bits == 8), VECTORS, args[3:]
+            )
         return context.get_dummy_value()
 
     return types.void(layout, dot, rows, *[types.int64] * 5), emit
