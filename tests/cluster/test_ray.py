@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,31 @@ async def kill_under_load(cluster: Raylets, server: Running) -> list[bytes]:
     await asyncio.sleep(2)
     cluster.kill(cluster.busy()[0])
     return list(await asyncio.gather(*reading))
+
+
+@pytest.mark.long
+def test_replicas_follow_the_queue_from_one_to_three_and_back(cluster: Raylets, tiny_model: Path) -> None:
+    plan = RayPlan(1, 3, queued_tokens=40, up_after=1.0, down_after=3.0)
+    with cluster.serving(tiny_model, plan) as server, ThreadPoolExecutor(40) as threads:
+        assert are_well(server, 1)
+        is_enough = threading.Event()
+
+        def ask() -> set[int]:
+            found = set()
+            while not is_enough.is_set():
+                found.add(server.post(COMPLETION, asks(30), timeout=300).status_code)
+            return found
+
+        asking = [threads.submit(ask) for _ in range(36)]
+        try:
+            server.wait_until(lambda: are_well(server, 3), 300)
+            server.wait_until(lambda: all(finished(server, place) > 20 for place in range(3)), 100)
+        finally:
+            is_enough.set()
+        assert set().union(*(each.result() for each in asking)) == {200}
+        server.wait_until(lambda: are_well(server, 1), 300)
+        assert server.post(COMPLETION, asks(2)).status_code == 200
+
+
+def finished(server: Running, place: int) -> float:
+    return server.metric("router_requests_total", replica=f"replica-{place}", state="finished")

@@ -26,7 +26,8 @@ def serve(
         str | None,
         typer.Option(
             help="Engines of each model, with equal shares of memory; one per GPU where there are several. Raise it to "
-            "serve from more GPUs, or when one engine cannot use all cores.",
+            "serve from more GPUs, or when one engine cannot use all cores. With --on ray also a range such as 1..3: "
+            "the number then follows the queue.",
             metavar="N",
             show_default="1",
         ),
@@ -84,6 +85,14 @@ def serve(
             "session (by X-Session-Id, prompt_cache_key or user), round-robin. Change it to compare."
         ),
     ] = "cache-aware",
+    queued_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Prompt tokens that wait at each replica before another is started, with a range of --replicas. Lower "
+            "it for a shorter wait, raise it to run fewer replicas.",
+            min=1,
+        ),
+    ] = 8192,
     api_keys: Annotated[
         Path | None,
         typer.Option(help="A TOML file of API keys (docs/keys.md); also read from CHAIRLIFT_API_KEYS.", exists=False),
@@ -207,13 +216,15 @@ def serve(
         raise SettingsError(f"--request-timeout is {request_timeout}: use seconds above 0, or leave it out")
     if tool_parser is not None and tool_parser not in DIALECTS:
         raise SettingsError(f"--tool-parser is {tool_parser}: use one of {', '.join(DIALECTS)}")
-    count = read_count(replicas)
-    roles = roles_of(role, count)
+    least, most = read_counts(replicas)
+    if on is None and least != most:
+        raise SettingsError(f"--replicas is {replicas}: a range needs --on ray; use one number")
+    roles = roles_of(role, most)
     if on == "ray":
         from chairlift.cluster.ray.connect import check_installed
 
         check_installed()
-        refused = {"--role": role != "both", "--record": record is not None}
+        refused = {"--role": role != "both", "--record": record is not None, "--api-workers": api_workers > 1}
         for flag in (name for name, is_set in refused.items() if is_set):
             raise SettingsError(f"{flag} does not work with --on ray yet: leave one of them out")
     if role in ("prefill", "decode") and cluster_key is None:
@@ -278,23 +289,25 @@ def serve(
     if on == "ray":
         from chairlift.cluster.ray import serve as on_ray
 
-        sys.exit(on_ray.run(plan, on_ray.RayPlan(len(roles), len(roles), replica_cpus), say))
+        sys.exit(on_ray.run(plan, on_ray.RayPlan(least or 1, most or 1, replica_cpus, queued_tokens), say))
     sys.exit(run(plan, say))
 
 
-def read_count(text: str | None) -> int | None:
-    """Read the number of replicas.
+def read_counts(text: str | None) -> tuple[int | None, int | None]:
+    """Read the least and the largest number of replicas; None if it is not given.
 
-    >>> read_count("2")
-    2
+    >>> read_counts("2"), read_counts("1..3"), read_counts(None)
+    ((2, 2), (1, 3), (None, None))
     """
     from chairlift.core.errors import SettingsError
 
     if text is None:
-        return None
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise SettingsError(f"--replicas is {text}: use a number from 1 to 64")
-    return int(text)
+        return None, None
+    least, dots, most = text.partition("..")
+    found = [int(each) for each in (least, most if dots else least) if each.isdecimal() and 1 <= int(each) <= 64]
+    if len(found) < 2 or found[0] > found[1]:
+        raise SettingsError(f"--replicas is {text}: use a number from 1 to 64, or with --on ray a range such as 1..3")
+    return found[0], found[1]
 
 
 def named_models(given: list[str], served_name: str | None = None) -> dict[str, str]:

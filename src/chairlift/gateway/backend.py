@@ -41,6 +41,7 @@ class Backend:
         self.trouble: str | None = "not checked yet"
         self.role: Role = "both"
         self.receives_at = ""  # where it receives KV blocks
+        self.queued_tokens = self.max_sequences = 0  # if it tells its load
         self._failed = 0  # probes without an answer, one after the other
         self._idle: deque[Wire] = deque()
         self._open: set[Wire] = set()
@@ -132,6 +133,7 @@ class Backend:
         except msgspec.DecodeError:
             state = State()
         self.role, address = state.role, state.receives_at
+        self.queued_tokens, self.max_sequences = state.queued_tokens, state.max_sequences
         host, _, port = address.removeprefix("tcp:").rpartition(":")
         if host in ("0.0.0.0", "[::]", "::", ""):  # it listens on all its addresses: one of them is known
             address = f"tcp:{self.address.host}:{port}"
@@ -139,10 +141,12 @@ class Backend:
 
 
 class State(msgspec.Struct):
-    """What the answer to a health check says of a server's role."""
+    """What the answer to a health check says of a server's role and load."""
 
     role: Role = "both"
     receives_at: Annotated[str, Meta(max_length=256)] = ""
+    queued_tokens: int = 0
+    max_sequences: int = 0
 
 
 _decode_state = msgspec.json.Decoder(State).decode

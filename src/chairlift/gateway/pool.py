@@ -161,6 +161,11 @@ class _Page(Collector):
         pool = self._pool
         up = GaugeMetricFamily("chairlift:replica_up", "1 while a server takes requests.", labels=["replica"])
         live = GaugeMetricFamily("chairlift:replica_requests", "Requests at a server now.", labels=["replica"])
+        queued = GaugeMetricFamily(
+            "chairlift:replica_queued_tokens",
+            "Prompt tokens that wait at a server, if it tells its load.",
+            labels=["replica"],
+        )
         moved = CounterMetricFamily(
             "chairlift:router_requests_moved",
             "Requests sent from it to another server before a first byte.",
@@ -177,8 +182,9 @@ class _Page(Collector):
                 continue  # it has never run
             up.add_metric([name], float(name in working))
             live.add_metric([name], found.live)
+            queued.add_metric([name], pool.backends[name].queued_tokens if name in pool.backends else 0)
             moved.add_metric([name], pool.moved[name])
             counts.add_metric([name, "submitted"], found.sent)
             for state in ("finished", "aborted", "rejected", "failed"):
                 counts.add_metric([name, state], getattr(found, state))
-        yield from (up, live, moved, counts)
+        yield from (up, live, queued, moved, counts)

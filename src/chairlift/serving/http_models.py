@@ -80,6 +80,7 @@ class HttpProcess:
             max_body=self._plan.max_body,
             role=self._plan.role,
             receives_at=self._plan.receives_at,
+            tells_load=self._plan.tells_load,
             cluster_key=None if self._plan.cluster_key is None else read_key(Path(self._plan.cluster_key)),
         )
 

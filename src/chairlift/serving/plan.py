@@ -41,6 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
     role: Role = "both"  # of the whole server, for a router in front of it
     receives_at: str = ""  # address for KV blocks from other hosts
     cluster_key: str | None = None  # file with the key of connections between hosts
+    tells_load: bool = False  # to whoever asks whether the server is ready: for a gateway that starts and ends servers
     kv_store: str | None = None  # URL of a Redis server that keeps evicted blocks
     routing: str = "cache-aware"
     host: str = "127.0.0.1"

@@ -235,7 +235,18 @@ async def ready(call: Call) -> Response:
     status = {"status": "ready"} if trouble is None else {"status": "not ready", "reason": trouble}
     service = call.service
     role = {} if service.role == "both" else {"role": service.role, "receives_at": service.receives_at}
-    return json_response({**status, **role, **_replicas(call)}, 200 if trouble is None else 503)
+    load = _load(call) if service.tells_load else {}
+    return json_response({**status, **role, **load, **_replicas(call)}, 200 if trouble is None else 503)
+
+
+def _load(call: Call) -> dict[str, int]:
+    """Return the tokens of requests without a first token, and the sequences that the engines' batches can have."""
+    models = _models(call)
+    hellos = [model.fleet.hello for model in models]
+    return {
+        "queued_tokens": sum(model.admission.waiting_tokens for model in models),
+        "max_sequences": sum(hello.max_sequences for hello in hellos if hello is not None),
+    }
 
 
 def _replicas(call: Call) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Service:
     role: str = "both"  # for a router in front of it
     receives_at: str = ""  # where its engine receives KV blocks from other hosts
     cluster_key: bytes | None = None
+    tells_load: bool = False
 
     @property
     def first(self) -> ServedModel:

@@ -13,8 +13,10 @@ from ray.exceptions import RayError
 from chairlift import __version__
 from chairlift.cluster.ray.replica import Ended, Replica
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 from chairlift.gateway.backend import Backend
 from chairlift.gateway.pool import Pool
+from chairlift.routing.scaling import Load
 
 log = logging.getLogger("chairlift")
 
@@ -50,6 +52,12 @@ class Replicas:
         """The number of replicas that should run."""
         return len(self._wanted)
 
+    def load(self) -> Load:
+        """Return the load of the replicas that work."""
+        working = self._pool.working
+        queued = sum(backend.queued_tokens for backend in working)
+        return Load(len(working), queued, self._pool.live, max((each.max_sequences for each in working), default=0))
+
     async def wait(self) -> None:
         """Wait until a replica works; raise a ChairliftError if the settings or the model cannot."""
         while not self._pool.working:
@@ -59,6 +67,8 @@ class Replicas:
 
     def scale_to(self, count: int) -> None:
         """Start or end replicas. One that is still ending keeps its name: it may take another call to reach `count`."""
+        if count != self.count:
+            log.info("%s: there were %d", counted(count, "replica"), self.count)
         names = (name for name in self._pool.router.names if name not in self._tasks)
         while self.count < count and (name := next(names, None)) is not None:
             self._wanted.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ import ray
 from chairlift.cluster.ray.connect import connected
 from chairlift.cluster.ray.replicas import Replicas, names_of
 from chairlift.cluster.ray.server_process import Job
+from chairlift.gateway.backend import PROBE_EVERY
 from chairlift.gateway.pool import Pool
 from chairlift.gateway.run import GatewayPlan, serve_pool
+from chairlift.routing.scaling import Scaling
 from chairlift.serving import logs
 from chairlift.serving.listening import allow_files
 from chairlift.serving.plan import Plan
@@ -28,6 +31,9 @@ class RayPlan(msgspec.Struct, frozen=True):
     least: int = 1
     most: int = 1
     cpus: float = 1.0  # of a replica where it has no GPUs
+    queued_tokens: int = 8192  # a replica, above which another is started
+    up_after: float = 5.0  # seconds
+    down_after: float = 60.0
 
 
 def run(plan: Plan, on: RayPlan, say: Callable[[str], None]) -> int:
@@ -58,14 +64,28 @@ async def _serve(plan: Plan, on: RayPlan, say: Callable[[str], None], host: str 
         private_key=plan.private_key,
     )
 
+    tasks: list[asyncio.Task[None]] = []
+
     async def open_replicas(pool: Pool) -> None:
         replicas.scale_to(on.least)
         await replicas.wait()
+        if on.least < on.most:
+            tasks.append(asyncio.create_task(_scale(replicas, on)))
 
     try:
         await serve_pool(front, pool, keyring, say, open_replicas)
     finally:
+        for task in tasks:
+            task.cancel()
         await replicas.close()
+
+
+async def _scale(replicas: Replicas, on: RayPlan) -> None:
+    """Start and end replicas as the load says."""
+    scaling = Scaling(on.least, on.most, queued_tokens=on.queued_tokens, up_after=on.up_after, down_after=on.down_after)
+    while True:
+        await asyncio.sleep(PROBE_EVERY)
+        replicas.scale_to(scaling.count(time.monotonic(), replicas.load()))
 
 
 def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None) -> Replicas:
@@ -73,7 +93,7 @@ def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None) -> Replicas:
     options = resources_of(plan, on)
     level = "warning" if plan.log_level == "info" else plan.log_level  # the gateway has a line for every request
     inner: Plan = msgspec.structs.replace(
-        plan, keys=None, key_digest=None, certificate=None, private_key=None, log_level=level
+        plan, keys=None, key_digest=None, certificate=None, private_key=None, log_level=level, tells_load=True
     )
     job = Job(inner, read_keyring(plan), host, None if "num_gpus" in options else on.cpus)
     return Replicas(pool, msgspec.json.encode(job), options, plan.grace)
