@@ -71,8 +71,7 @@ def run_batch(
     check_files(source, target)
     names = names_of(llm.model) if served_model_name is None else frozenset({served_model_name})
     with BatchOutput(target, report) as output, source.open("rb") as lines:
-        if output.has_failures:
-            output.remove_failures(_custom_ids(source))
+        retry_failures(source, output)
         for (job, place), outcome in llm.iterate(_requests(llm, lines, output, names)):
             if job.is_written:
                 continue  # another prompt of the line has failed
@@ -104,6 +103,12 @@ def count_lines(source: Path) -> int:
         return sum(1 for line in lines if line.strip())
 
 
+def retry_failures(source: Path, output: BatchOutput) -> None:
+    """Remove the error lines of earlier runs whose requests are in the input: they run again."""
+    if output.has_failures:
+        output.remove_failures(_custom_ids(source))
+
+
 def _custom_ids(source: Path) -> set[str]:
     """Return the custom_ids of all lines that have one, those of invalid lines included."""
     found = set()
@@ -118,10 +123,8 @@ def _custom_ids(source: Path) -> set[str]:
     return found
 
 
-def _requests(
-    llm: LLM, lines: BinaryIO, output: BatchOutput, names: Set[str]
-) -> Iterator[tuple[tuple[Job, int], Prompt, SamplingParams]]:
-    """Yield the requests without an answer; write an error for an invalid line at once."""
+def unanswered(lines: BinaryIO, output: BatchOutput) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+    """Yield number, custom_id, url and body of each line without an answer; write an error for an invalid one."""
     seen: set[str | None] = {None}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -141,6 +144,14 @@ def _requests(
         if custom_id in output.answered:
             output.skip()
             continue
+        yield number, custom_id, url, body
+
+
+def _requests(
+    llm: LLM, lines: BinaryIO, output: BatchOutput, names: Set[str]
+) -> Iterator[tuple[tuple[Job, int], Prompt, SamplingParams]]:
+    """Yield the requests without an answer; write an error for an invalid line at once."""
+    for number, custom_id, url, body in unanswered(lines, output):
         try:
             check_model(body.get("model"), names)
             job = read_job(llm, number, custom_id, url, body)
@@ -192,10 +203,15 @@ def check_model(asked: object, names: Set[str]) -> None:
         )
 
 
-def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]) -> Job:
-    """Return a line's prompts and sampling parameters; RequestError if they are invalid."""
+def check_whole(body: dict[str, Any]) -> None:
+    """Raise RequestError for a request that asks for a stream."""
     if body.get("stream"):
         raise RequestError("stream is true, but a batch answers in whole lines: leave it out")
+
+
+def read_job(llm: LLM, line: int, custom_id: str, url: str, body: dict[str, Any]) -> Job:
+    """Return a line's prompts and sampling parameters; RequestError if they are invalid."""
+    check_whole(body)
     if url == CHAT:
         params = asked.read_chat_params(body, llm.defaults.values)
         prompt = llm.read_chat(

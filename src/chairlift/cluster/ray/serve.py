@@ -22,6 +22,7 @@ from chairlift.serving.listening import allow_files
 from chairlift.serving.plan import Plan
 from chairlift.serving.server import read_keyring
 
+MOST = 64  # replicas
 _LOOPBACK = "127.0.0.1"  # where replicas of a cluster that was started here listen
 
 
@@ -43,7 +44,7 @@ def run(plan: Plan, on: RayPlan, say: Callable[[str], None]) -> int:
     with connected() as address:
         if address is None:
             say("no Ray cluster runs: one is started on this machine and ends with this command")
-        asyncio.run(_serve(plan, on, say, None if address else _LOOPBACK))
+        asyncio.run(_serve(plan, on, say, host_of(address)))
     return 0
 
 
@@ -86,6 +87,18 @@ async def _scale(replicas: Replicas, on: RayPlan) -> None:
     while True:
         await asyncio.sleep(PROBE_EVERY)
         replicas.scale_to(scaling.count(time.monotonic(), replicas.load()))
+
+
+def host_of(address: str | None) -> str | None:
+    """Return where the replicas of a cluster listen: on loopback if it was started here, else None: on their nodes."""
+    return _LOOPBACK if address is None else None
+
+
+def room_for(plan: Plan, on: RayPlan) -> int:
+    """Return how many replicas the cluster has room for, one at least."""
+    each, resources = resources_of(plan, on), ray.cluster_resources()
+    kind, taken = ("GPU", each["num_gpus"]) if "num_gpus" in each else ("CPU", each["num_cpus"])
+    return min(MOST, max(1, int(resources.get(kind, 0.0) // taken)))
 
 
 def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None) -> Replicas:
