@@ -124,6 +124,27 @@ def fp8(kind: str, scale_name: str) -> Writer:
     return write
 
 
+def mxfp4(blocked: bool) -> Writer:
+    """Choose each block's power as the format's publication does; `blocked` is gpt-oss's way to store it."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        steps = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        blocks = matrix.double().numpy().reshape(matrix.shape[0], -1, 32)
+        powers = np.floor(np.log2(np.abs(blocks).max(-1))) - 2
+        scaled = blocks / 2.0 ** powers[..., None]
+        sizes = np.abs(np.abs(scaled)[..., None] - steps).argmin(-1)
+        numbers = np.where(scaled < 0, -1, 1) * steps[sizes] * 2.0 ** powers[..., None]
+        codes = (sizes + 8 * (scaled < 0)).astype(np.uint8)
+        pairs = torch.from_numpy(codes[..., 0::2] | codes[..., 1::2] << 4)
+        scales = torch.from_numpy((powers + 127).astype(np.uint8))
+        made = {f"{name}.weight_packed": pairs.flatten(1), f"{name}.weight_scale": scales}
+        if blocked:
+            made = {f"{name}_blocks": pairs, f"{name}_scales": scales}
+        return made, torch.from_numpy(numbers.reshape(matrix.shape)).float()
+
+    return write
+
+
 def scheme(form: str, **weights: Any) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
@@ -135,6 +156,7 @@ def scheme(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+DENSE = "model.layers.1.mlp.down_proj"  # on the ignore list of every checkpoint written here
 FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32)),
     "awq 64": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"}, awq(64)),
@@ -165,13 +187,17 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         scheme("float-quantized", num_bits=8, type="float", strategy="channel"),
         fp8("channel", "weight_scale"),
     ),
+    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": [DENSE]}, mxfp4(True)),
+    "mxfp4 packed": (
+        scheme("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        mxfp4(False),
+    ),
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8("tensor", "weight_scale")),
     "fp8 blocks": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
         fp8("32", "weight_scale_inv"),
     ),
 }
-DENSE = "model.layers.1.mlp.down_proj"  # on the ignore list of every checkpoint written here
 
 
 @functools.cache

@@ -75,7 +75,8 @@ def test_a_cpu_multiplies_integers_as_they_are(form: str, folders: Any) -> None:
     if "fp8" in form:
         assert torch.equal(near, exact) and names.startswith("float32 ")
         return
-    assert size < 0.6 * whole and f"int{4 if 'awq' in form or '4' in form else 8} " in names
+    kind = "fp4" if "fp4" in form else "int4" if "awq" in form or "4" in form else "int8"
+    assert size < 0.6 * whole and f"{kind} " in names
     assert not torch.equal(near, exact) and (near - exact).norm() < 0.1 * (exact - exact.mean()).norm()
 
 
@@ -176,6 +177,12 @@ PACKED, STEM = Q.replace(".weight", ".weight_packed"), Q.removesuffix(".weight")
         ("fp8 blocks", f"{STEM}.weight_scale_inv", lambda scale: scale[1:].contiguous(), r"shape \[3, 4\]"),
         ("fp8 tensor", f"{STEM}.weight_scale", lambda scale: scale.reshape(1, 1, 1), "shape"),
         ("fp8 tensor", f"{STEM}.weight_scale", None, "without scales"),
+        ("mxfp4", f"{STEM}_scales", lambda scale: scale.fill_(255), "not finite"),
+        ("mxfp4", f"{STEM}_scales", lambda scale: scale[:, :3].contiguous(), r"shape \[128, 3\]"),
+        ("mxfp4", f"{STEM}_scales", lambda scale: scale.to(torch.int8), "is int8, but uint8"),
+        ("mxfp4", f"{STEM}_blocks", lambda blocks: blocks[:, :, :8].contiguous(), r"shape \[128, 4, 8\]"),
+        ("mxfp4 packed", f"{STEM}.weight_packed", lambda rows: rows[:, 1:].contiguous(), r"shape \[128, 63\]"),
+        ("mxfp4 packed", f"{STEM}.weight_scale", None, "no tensor"),
         ("w8a8 int8", Q, lambda codes: codes.to(torch.int16), "is int16, but int8"),
     ],
 )
@@ -198,7 +205,7 @@ def test_a_broken_tensor_is_named_in_one_line(
     ("form", "change", "says"),
     [
         ("awq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' are not read: supported are awq"),
-        ("awq", {"quant_method": "mxfp4"}, "'mxfp4' are not read"),
+        ("mxfp4", {"quant_method": "quark"}, "'quark' are not read"),
         ("awq", {"version": "gemv"}, "only the gemm version"),
         ("awq", {"bits": 3}, "only AWQ of 4 bits"),
         ("gptq 4", {"bits": 2}, "4 and 8 bits"),
@@ -264,6 +271,34 @@ def test_tensors_that_compressed_tensors_wrote_have_its_numbers(
     checkpoint = open_checkpoint(quantized)
     for name, expected in numbers.items():
         assert torch.allclose(checkpoint.tensor(name, torch.float32), expected.float(), rtol=0, atol=1e-6)
+
+
+def test_mxfp4_that_compressed_tensors_wrote_has_its_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    theirs: QuantizationScheme = preset_name_to_scheme("MXFP4A16", targets=["Linear"])
+    numbers = {}
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        tiles = matrix.view(matrix.shape[0], -1, 32)
+        scale, zero = calculate_qparams(tiles.amin(-1), tiles.amax(-1), theirs.weights)
+        state = {"weight": matrix, "weight_scale": scale, "weight_zero_point": zero}
+        written = MXFP4PackedCompressor.compress(state, theirs)
+        numbers[f"{name}.weight"] = MXFP4PackedCompressor.decompress(written, theirs)["weight"]
+        return {f"{name}.{end}": tensor.contiguous() for end, tensor in written.items()}, matrix
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": theirs.model_dump(mode="json")},
+    }
+    quantized, _ = write_quantized(tmp_path, config, write)
+    checkpoint = open_checkpoint(quantized)
+    for name, expected in numbers.items():
+        assert torch.equal(checkpoint.tensor(name, torch.float32), expected.float())
 
 
 # ---- rounding while loading

@@ -33,7 +33,7 @@ def main() -> None:
     from chairlift.ops.tile import WIDTH
 
     weights = {name: blocks(name, 75, 512) for name in ("Q8_0", "Q4_K", "Q6_K", "Q5_0")}
-    weights |= {name: make(name, 75) for name in ("awq", "w8a16", "w8a8")}
+    weights |= {name: make(name, 75) for name in ("awq", "w8a16", "w8a8", "mxfp4")}
     weights["w8a8"].codes[:40] = -128
     found = {"dot": np.array([DOT, str(WIDTH)])}
     for name, weight in weights.items():

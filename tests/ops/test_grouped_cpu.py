@@ -23,6 +23,7 @@ KINDS = {
     "gptq 8": (Code.INT8, 32, True, torch.float16),
     "w4a16": (Code.INT4, 64, False, torch.bfloat16),
     "w8a16": (Code.INT8, 64, True, torch.bfloat16),
+    "mxfp4": (Code.FP4, 32, False, torch.bfloat16),
     "w8a8": (Code.INT8, 576, False, torch.float32),
     "int4": (Code.INT4, 128, False, torch.float32),
     "int8": (Code.INT8, 128, False, torch.float32),
@@ -34,11 +35,13 @@ def make(kind: str, outputs: int, inputs: int = 0, seed: int = 0) -> Grouped:
     """Draw codes, scales and zeros."""
     code, group, has_zeros, scale = KINDS[kind]
     generator, inputs = torch.Generator().manual_seed(seed), inputs or max(group, 512)
-    least, most = (0, 16) if code is Code.INT4 else (-128, 128)
+    least, most = (0, 16) if code.bits == 4 else (-128, 128)
     codes = torch.randint(least, most, (outputs, inputs), generator=generator)
     scales = ((torch.rand(outputs, inputs // group, generator=generator) + 0.5) / 64).to(scale)
+    if code is Code.FP4:
+        scales = torch.exp2(torch.randint(-9, -5, scales.shape, generator=generator)).to(scale)
     zeros = torch.randint(least, most, scales.shape, generator=generator).to(scale) if has_zeros else None
-    return Grouped(code, pack(codes) if code is Code.INT4 else codes.to(torch.int8), scales, zeros, torch.float32)
+    return Grouped(code, pack(codes) if code.bits == 4 else codes.to(torch.int8), scales, zeros, torch.float32)
 
 
 def integer_product(weight: Grouped, x: torch.Tensor) -> torch.Tensor:
@@ -46,11 +49,14 @@ def integer_product(weight: Grouped, x: torch.Tensor) -> torch.Tensor:
     (outputs, inputs), size = weight.shape, 32
     quantized, steps = (torch.from_numpy(each) for each in quantize_reference(x.numpy(), size))
     codes = (unpack(weight.codes) if weight.code is Code.INT4 else weight.codes).long()
+    if weight.code is Code.FP4:
+        codes = (weight.numbers() / weight.scales.float().repeat_interleave(weight.group, 1) * 2).long()
     if weight.zeros is not None:
         middle = weight.zeros.long().repeat_interleave(weight.group, 1)
     else:
         middle = torch.full((1, inputs), 8 if weight.code is Code.INT4 else 0)
     scales = weight.scales.float().repeat_interleave(weight.group // size, 1)
+    scales = scales / 2 if weight.code is Code.FP4 else scales
     total = torch.zeros(len(x), outputs)
     for i in range(inputs // size):
         part = slice(i * size, (i + 1) * size)

@@ -1,7 +1,7 @@
 """The data of quantized matrices: 4- or 8-bit codes with a scale, and perhaps a zero, per group of inputs of an output.
 
-A number is (code - zero) * scale. Codes are integers of 4 or 8 bits, or 8-bit floats (e4m3). A group is some inputs of
-one output, or all of them.
+A number is (code - zero) * scale. Codes are integers of 4 or 8 bits, floats of 8 bits (e4m3) or of 4 (e2m1). A group is
+some inputs of one output, or all of them.
 
 Codes of 4 bits are stored in 16-bit words, 32 of them in 8 words: bits 4i..4i+3 of word h are input 8i + h of the
 32. So a kernel that takes the same bits of 8 consecutive words has 8 consecutive inputs.
@@ -14,7 +14,8 @@ from enum import Enum
 import torch
 
 PACKED = 32  # inputs with 4-bit codes that are stored together
-MIDDLE = 8  # the zero of 4-bit codes without zeros of their own
+MIDDLE = 8  # the zero of 4-bit integers without zeros of their own
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # 4-bit floats by code
 
 
 class Code(Enum):
@@ -23,6 +24,7 @@ class Code(Enum):
     INT4 = (4, 7)
     INT8 = (8, 127)
     FP8 = (8, 448)
+    FP4 = (4, 6)
 
     @property
     def bits(self) -> int:
@@ -48,7 +50,7 @@ class Coded:
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of outputs and inputs."""
-        return self.codes.shape[0], self.codes.shape[1] * (4 if self.code is Code.INT4 else 1)
+        return self.codes.shape[0], self.codes.shape[1] * (4 if self.code.bits == 4 else 1)
 
     @property
     def group(self) -> int:
@@ -80,6 +82,8 @@ def numbers_of(codes: torch.Tensor, code: Code) -> torch.Tensor:
     """Return the number of each code in float32, without scales and zeros."""
     if code is Code.INT4:
         return unpack(codes).float()
+    if code is Code.FP4:
+        return torch.tensor(E2M1, device=codes.device)[unpack(codes)]
     return (codes.view(torch.float8_e4m3fn) if code is Code.FP8 else codes).float()
 
 

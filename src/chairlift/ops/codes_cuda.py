@@ -55,9 +55,25 @@ _FP8_TO_BFLOAT16 = tl.constexpr("""{
 
 
 @triton.jit
-def four_numbers(words, kind: tl.constexpr, ZEROS: tl.constexpr, EARLY: tl.constexpr):
-    """Convert the four 4-bit codes of each word to numbers without scale, minus 8 unless they have other zeros."""
-    if EARLY and kind == tl.bfloat16:
+def float4(words, FIRST: tl.constexpr):
+    """Return the numbers of 4-bit floats (e2m1), in bits FIRST..FIRST + 3 of words, as float32."""
+    code = (words.to(tl.int32) >> FIRST) & 15
+    size, half = code & 7, code & 1
+    twice = tl.where(size < 2, size, (half + 2) << (tl.maximum(size >> 1, 1) - 1))
+    return tl.where(code < 8, twice, -twice).to(tl.float32) * 0.5
+
+
+@triton.jit
+def four_numbers(words, kind: tl.constexpr, FLOATS: tl.constexpr, ZEROS: tl.constexpr, EARLY: tl.constexpr):
+    """Convert the four 4-bit codes of each word to numbers without scale; of integers without zeros, minus 8."""
+    if FLOATS:
+        numbers = (
+            float4(words, 0).to(kind),
+            float4(words, 4).to(kind),
+            float4(words, 8).to(kind),
+            float4(words, 12).to(kind),
+        )
+    elif EARLY and kind == tl.bfloat16:
         # A code in the lowest bits of 128.0 is 128 + code.
         numbers = tl.inline_asm_elementwise(
             _FOUR_TO_BFLOAT16_PLAIN if ZEROS else _FOUR_TO_BFLOAT16,

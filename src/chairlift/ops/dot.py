@@ -9,6 +9,7 @@ machine computes the same bits, and a token's result does not depend on the rest
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from chairlift.ops.tile import WIDTH, emit_fetch
 
 _f32, _f16 = ir.FloatType(), ir.HalfType()
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _LINE = 64  # bytes in a cache line
 _FETCH_BYTES = 4096  # how far ahead a tile prefetches the weight: measured (docs/performance.md)
 
@@ -48,13 +50,20 @@ class Dot:
         }[self.kind]
         return self._call(name, self.lanes, sums, codes, inputs)
 
-    def depth(self, bits: int) -> int:
-        """Return how many products of four bytes with codes of `bits` can be added in 16 bits; 0: they are not."""
-        if self.kind != "pairs":
-            return 0
-        assert bits < 8 or self.signed, "unsigned codes of 8 bits overflow 16"
-        most = 128 if bits == 8 else (1 << bits) - 1
-        return (1 << 15) // (2 * 127 * most)
+    def depth(self, most: int) -> int:
+        """Return how many products of four bytes with codes of at most `most` fit in 16 bits; 0: they are not added."""
+        assert self.kind != "pairs" or most < 128 or self.signed, "unsigned codes of 8 bits overflow"
+        return (1 << 15) // (2 * 127 * most) if self.kind == "pairs" else 0
+
+    def look_up(self, table: tuple[int, ...], codes: Any) -> Any:
+        """Return the bytes that codes of 4 bits stand for."""
+        numbers, builder = ir.Constant(self.bytes, table * (self.width // 4)), self.builder
+        name = "llvm.aarch64.neon.tbl1.v16i8"
+        if _IS_X86:
+            name = {4: "llvm.x86.ssse3.pshuf.b.128", 8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[
+                self.width
+            ]
+        return builder.bitcast(self._call(name, self.bytes, numbers, builder.bitcast(codes, self.bytes)), self.lanes)
 
     def pairs(self, sums: Any, codes: Any, inputs: Any) -> Any:
         """Return sums plus codes times inputs, where sums are two of 16 bits in each lane, or None for zeros."""
@@ -189,6 +198,8 @@ class _Tile:
         start += len(upper) * step
         low = self.load(group, start + (quad // 2 * self.vectors + v) * step, self.lanes)
         low = builder.and_(self.shifted(low, 4 * (quad % 2)), self.constant(15))
+        if panels.table:
+            return self.dot.look_up(panels.table, low)
         more = panels.bits - 4
         if not more:
             return low
@@ -208,7 +219,7 @@ class _Tile:
             for i in range(len(totals)):
                 at = i // self.vectors * record + sum_at
                 totals[i] = self.spread(self.load(inputs, at, _i32), self.lanes)
-        depth, quads = self.dot.depth(panels.bits), panels.group // 4
+        depth, quads = self.dot.depth(panels.most), panels.group // 4
         pairs: list[Any] = [None] * len(totals)
         for quad in range(quads):
             codes = [self.codes(group, quad, v, upper) for v in range(self.vectors)]

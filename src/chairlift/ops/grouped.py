@@ -12,13 +12,15 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
-from chairlift.ops.codes import Code, Coded, unpack
+from chairlift.ops.codes import E2M1, Code, Coded, unpack
 from chairlift.ops.dense import Dense, concatenate
 from chairlift.ops.norm import rms_norm
 from chairlift.ops.panel_product import PanelProduct
 from chairlift.ops.panels import SCALES, Numbers, grouped_layout
 from chairlift.ops.triton_found import HAS_TRITON
 from chairlift.ops.weight import Fused, Product, Weight, gate_mul
+
+_TABLE = tuple(int(2 * number) for number in E2M1)  # twice the numbers of 4-bit floats are integers
 
 
 class Grouped(Coded, Weight):
@@ -44,7 +46,7 @@ class Grouped(Coded, Weight):
     ) -> Self:
         """Return a matrix on the meta device, for its sizes; `scales` is the dtype of the scales."""
         shape, stored = (outputs, inputs), torch.int8
-        if code is Code.INT4:
+        if code.bits == 4:
             shape, stored = (outputs, inputs // 4), torch.int16
         steps = torch.empty(outputs, inputs // group, dtype=scales, device="meta")
         return cls(code, torch.empty(shape, dtype=stored, device="meta"), steps, steps if zeros else None, dtype)
@@ -85,7 +87,7 @@ class Grouped(Coded, Weight):
 
     def columns(self, first: int, last: int) -> Grouped:
         """Return inputs first..last, which must be whole groups."""
-        size, shrink = self.group, 4 if self.code is Code.INT4 else 1
+        size, shrink = self.group, 4 if self.code.bits == 4 else 1
         if self.scales.shape[1] == 1:
             begin, end = 0, 1
         else:
@@ -128,15 +130,18 @@ class Grouped(Coded, Weight):
         is_integer = self.code is not Code.FP8 and self.group % 32 == 0 and scale in SCALES
         if self.dtype != torch.float32 or not is_integer or is_mixed:
             return self.dense().prepare(fused)
-        layout = grouped_layout(self.code.bits, self.group, scale, self.zeros is not None)
+        table = _TABLE if self.code is Code.FP4 else ()
+        layout = grouped_layout(self.code.bits, self.group, scale, self.zeros is not None, table)
         repeats = self.group // layout.values
         return PanelProduct(self.format, layout, self.shape, lambda rows: self._numbers(rows, repeats), fused)
 
     def _numbers(self, rows: torch.Tensor, repeats: int) -> Numbers:
         """Return some rows for the CPU's product, with unsigned codes and zeros; a group is `repeats` blocks."""
         codes = self.codes.index_select(0, rows)
-        plain = unpack(codes).to(torch.uint8) if self.code is Code.INT4 else codes.view(torch.uint8) ^ 128
+        plain = unpack(codes).to(torch.uint8) if self.code.bits == 4 else codes.view(torch.uint8) ^ 128
         scales = self.scales.index_select(0, rows).repeat_interleave(repeats, dim=1).view(-1, 1)
+        if self.code is Code.FP4:
+            scales = scales / 2
         zeros = self.zeros
         if zeros is not None:
             least = -128 if self.code is Code.INT8 else 0

@@ -35,7 +35,7 @@ def linear(
     add_to: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute a linear layer for at most FEW rows; `scale` is a norm's weight, `gate` linear and cubic of a Gate."""
-    if scale is not None and x.shape[0] > 1 and (x.dtype == torch.float16 or weight.code is Code.INT4):
+    if scale is not None and x.shape[0] > 1 and (x.dtype == torch.float16 or weight.code.bits == 4):
         # An input times the norm's weight, before its scale, may overflow float16. With 4 bits the inputs are loaded in
         # another order, which norms in the same kernel would load without overlap.
         x, scale = fused_cuda.rms_norm(x, scale, eps), None
@@ -65,13 +65,12 @@ def run(
     is_one = "ROWS" not in shape
     kernel, step = (multiply_one, shape["DEPTH"]) if is_one else (_few, shape["DEPTH"] * shape["SPLIT"])
     codes = weight.codes.view(torch.int32) if is_one else _loadable(weight)
-    floats = {"FLOATS": weight.code is Code.FP8} if is_one else {}
     kernel[(triton.cdiv(lines, shape["COLUMNS"]),)](
         x, codes, weight.scales, x if zeros is None else zeros, x if bias is None else bias,
         x if scale is None else scale, out, eps, rows, width, out.stride(0), K=depth, GROUP=weight.group,
         BITS=weight.code.bits, ZEROS=zeros is not None, EVEN=depth % step == 0, NORMED=scale is not None,
-        BIASED=bias is not None, GATED=gate is not None, LINEAR=linear, CUBIC=cubic, ADDED=added, **floats, **shape,
-        **early(),
+        BIASED=bias is not None, GATED=gate is not None, LINEAR=linear, CUBIC=cubic, ADDED=added,
+        FLOATS=_is_float(weight), **shape, **early(),
     )  # fmt: skip
 
 
@@ -79,6 +78,7 @@ def run(
 ONE_TILES = {
     Code.INT4: {"short": (16, 2048, 4), "many": (8, 4096, 4), "deep": (8, 2048, 2)},
     Code.INT8: {"short": (4, 2048, 4), "many": (4, 2048, 4), "deep": (4, 2048, 4)},
+    Code.FP4: {"short": (16, 2048, 4), "many": (8, 4096, 4), "deep": (8, 2048, 2)},
     Code.FP8: {"short": (4, 1024, 1), "many": (4, 1024, 1), "deep": (8, 2048, 4)},
 }
 _MANY, _DEEP = 16384, 8192  # lines from which there are many programs, inputs from which a line takes many iterations
@@ -96,7 +96,7 @@ def one_shape(weight: Coded, lines: int, depth: int) -> dict[str, Any]:
 
 def few_shape(weight: Coded, rows: int, lines: int, depth: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the tile for 2 to FEW rows: each of SPLIT warps multiplies DEPTH inputs of an iteration."""
-    deep = weight.group if weight.group in (64, 128) else 128 if weight.code is Code.INT4 else 64
+    deep = weight.group if weight.group in (64, 128) else 128 if weight.code.bits == 4 else 64
     if dtype == torch.float32:
         deep, stages = 64, 2
     else:
@@ -114,7 +114,7 @@ def multiply(x: torch.Tensor, weight: Coded, bias: torch.Tensor | None) -> torch
 
 def some_shape(weight: Coded, rows: int, lines: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the tile for more than FEW rows."""
-    deep = weight.group if weight.group in (64, 128) else 128 if weight.code is Code.INT4 else 64
+    deep = weight.group if weight.group in (64, 128) else 128 if weight.code.bits == 4 else 64
     if dtype == torch.float32:
         return {"COLUMNS": 32, "ROWS": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 2}
     wide = 32 if rows <= 32 else 64 if rows <= 64 else 128
@@ -129,7 +129,7 @@ def run_some(
     _some[(triton.cdiv(lines, shape["COLUMNS"]), triton.cdiv(rows, shape["ROWS"]))](
         x, _loadable(weight), weight.scales, x if zeros is None else zeros, x if bias is None else bias, out, rows,
         lines, K=depth, GROUP=weight.group, BITS=weight.code.bits, ZEROS=zeros is not None,
-        EVEN=depth % shape["DEPTH"] == 0, BIASED=bias is not None, **shape, **early(),
+        EVEN=depth % shape["DEPTH"] == 0, BIASED=bias is not None, FLOATS=_is_float(weight), **shape, **early(),
     )  # fmt: skip
 
 
@@ -139,9 +139,15 @@ def dense(weight: Coded, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(lines, depth, dtype=dtype, device=weight.device)
     _dense[(lines, triton.cdiv(depth, _CONVERTED))](
         _loadable(weight), weight.scales, out if zeros is None else zeros, out, K=depth, GROUP=weight.group,
-        BITS=weight.code.bits, ZEROS=zeros is not None, COUNT=_CONVERTED, num_warps=4, **early(),
+        BITS=weight.code.bits, FLOATS=_is_float(weight), ZEROS=zeros is not None, COUNT=_CONVERTED, num_warps=4,
+        **early(),
     )  # fmt: skip
     return out
+
+
+def _is_float(weight: Coded) -> bool:
+    """Whether the codes are floats."""
+    return weight.code in (Code.FP8, Code.FP4)
 
 
 def _loadable(weight: Coded) -> torch.Tensor:
@@ -152,10 +158,10 @@ def _loadable(weight: Coded) -> torch.Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _few(
     x_at, codes_at, scales_at, zeros_at, bias_at, norm_at, out_at, eps, rows, width, out_stride,
-    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr,
-    BIASED: tl.constexpr, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr, ADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, ZEROS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
+    NORMED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, LINEAR: tl.constexpr, CUBIC: tl.constexpr,
+    ADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows by COLUMNS lines of the weight, on tensor cores.
 
@@ -186,7 +192,7 @@ def _few(
         tile = load(at + start, here, K // EACH, EVEN)
         part = tl.zeros([SPLIT, COLUMNS, ROWS], tl.float32)
         if BITS == 4:
-            numbers = four_numbers(tile, x_at.dtype.element_ty, ZEROS, EARLY)
+            numbers = four_numbers(tile, x_at.dtype.element_ty, FLOATS, ZEROS, EARLY)
         else:
             numbers = (byte_numbers(tile, x_at.dtype.element_ty, EARLY),)
         for i in tl.static_range(EACH):
@@ -221,8 +227,8 @@ def _tile_scales(scales_at, lines, first, K: tl.constexpr, GROUP: tl.constexpr, 
 @triton.jit(do_not_specialize=["rows"])
 def _some(
     x_at, codes_at, scales_at, zeros_at, bias_at, out_at, rows, lines, K: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    EVEN: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    BITS: tl.constexpr, FLOATS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows by COLUMNS lines of the weight, on tensor cores."""
     EACH: tl.constexpr = 4 if BITS == 4 else 1  # codes of an element of the tile
@@ -243,7 +249,7 @@ def _some(
         next_scale = _tile_scales(scales_at, own, (start + COUNT) * EACH, K, GROUP, IS_WHOLE)
         tile = load(at + start, here[None, :], K // EACH, EVEN)
         if BITS == 4:
-            numbers = four_numbers(tile, x_at.dtype.element_ty, ZEROS, EARLY)
+            numbers = four_numbers(tile, x_at.dtype.element_ty, FLOATS, ZEROS, EARLY)
         else:
             numbers = (byte_numbers(tile, x_at.dtype.element_ty, EARLY),)
         for i in tl.static_range(EACH):
@@ -266,7 +272,7 @@ def _some(
 @triton.jit
 def _dense(
     codes_at, scales_at, zeros_at, out_at, K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    ZEROS: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
+    FLOATS: tl.constexpr, ZEROS: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Convert COUNT numbers of a line."""
     EACH: tl.constexpr = 4 if BITS == 4 else 1
@@ -278,7 +284,7 @@ def _dense(
     group_of = line * (K // GROUP) + place * EACH // GROUP
     scale = tl.load(scales_at + group_of, mask=inside, other=0.0).to(tl.float32)
     zero = tl.load(zeros_at + group_of, mask=inside, other=0.0).to(tl.float32) if ZEROS else 0.0
-    numbers = four_numbers(tile, tl.float32, ZEROS, EARLY) if BITS == 4 else (tile.to(tl.float32),)
+    numbers = four_numbers(tile, tl.float32, FLOATS, ZEROS, EARLY) if BITS == 4 else (tile.to(tl.float32),)
     for i in tl.static_range(EACH):
         k = place // 8 * 32 + i * 8 + place % 8 if BITS == 4 else place
         tl.store(out_at + line * K + k, ((numbers[i] - zero) * scale).to(out_at.dtype.element_ty), mask=inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from chairlift.ops.codes_cuda import float4
 from chairlift.ops.early_cuda import wait
 from chairlift.ops.skinny_cuda import bias_of, lines_of, load, places, residual_of, store
 
@@ -85,7 +86,7 @@ def _add_one(
     """Add the products of a tile of words and one row."""
     if BITS == 4:
         sums, squares = _add_eights(
-            sums, squares, tile, scale, zero, x_at, norm_at, place, K, ZEROS, EVEN, NORMED, EARLY
+            sums, squares, tile, scale, zero, x_at, norm_at, place, K, FLOATS, ZEROS, EVEN, NORMED, EARLY
         )
     else:
         sums, squares = _add_fours(
@@ -172,8 +173,8 @@ def _floats(words, x_0, x_1, x_2, x_3):
 
 @triton.jit
 def _add_eights(
-    sums, squares, tile, scale, zero, x_at, norm_at, place, K: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr,
-    NORMED: tl.constexpr, EARLY: tl.constexpr,
+    sums, squares, tile, scale, zero, x_at, norm_at, place, K: tl.constexpr, FLOATS: tl.constexpr,
+    ZEROS: tl.constexpr, EVEN: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a tile of words, of 8 codes each, and one row.
 
@@ -186,7 +187,7 @@ def _add_eights(
     low_3, high_3, square_3 = _pairs(x_at, norm_at, pair + 12, K, EVEN, NORMED)
     squares += (square_0 + square_1) + (square_2 + square_3)
     total = ((low_0 + high_0) + (low_1 + high_1)) + ((low_2 + high_2) + (low_3 + high_3))
-    if EARLY and x_at.dtype.element_ty != tl.float32:
+    if EARLY and not FLOATS and x_at.dtype.element_ty != tl.float32:
         size_0 = tl.maximum(tl.maximum(tl.abs(low_0), tl.abs(high_0)), tl.maximum(tl.abs(low_1), tl.abs(high_1)))
         size_1 = tl.maximum(tl.maximum(tl.abs(low_2), tl.abs(high_2)), tl.maximum(tl.abs(low_3), tl.abs(high_3)))
         largest = tl.maximum(tl.maximum(size_0, size_1), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
@@ -201,17 +202,19 @@ def _add_eights(
             _halves(low_3 * lower, high_3 * lower)[None, :],
         )
     else:
-        part = _bits(tile, 0) * low_0[None, :] + _bits(tile, 16) * high_0[None, :]
-        part += _bits(tile, 4) * low_1[None, :] + _bits(tile, 20) * high_1[None, :]
-        part += _bits(tile, 8) * low_2[None, :] + _bits(tile, 24) * high_2[None, :]
-        part += _bits(tile, 12) * low_3[None, :] + _bits(tile, 28) * high_3[None, :]
-    part -= (zero if ZEROS else 8.0) * total[None, :]
+        part = _bits(tile, 0, FLOATS) * low_0[None, :] + _bits(tile, 16, FLOATS) * high_0[None, :]
+        part += _bits(tile, 4, FLOATS) * low_1[None, :] + _bits(tile, 20, FLOATS) * high_1[None, :]
+        part += _bits(tile, 8, FLOATS) * low_2[None, :] + _bits(tile, 24, FLOATS) * high_2[None, :]
+        part += _bits(tile, 12, FLOATS) * low_3[None, :] + _bits(tile, 28, FLOATS) * high_3[None, :]
+    if not FLOATS:
+        part -= (zero if ZEROS else 8.0) * total[None, :]
     return sums + part * scale, squares
 
 
 @triton.jit
-def _bits(words, FIRST: tl.constexpr):
-    return ((words >> FIRST) & 15).to(tl.float32)
+def _bits(words, FIRST: tl.constexpr, FLOATS: tl.constexpr):
+    """Return the number of a word's 4 bits from FIRST on."""
+    return float4(words, FIRST) if FLOATS else ((words >> FIRST) & 15).to(tl.float32)
 
 
 @triton.jit

@@ -64,11 +64,17 @@ class Panels:
     has_steps: bool = False  # whether each group has bytes that multiply the block's scale and minimum
     scale: str = "float16"  # the dtype of the block's scale and minimum, one of SCALES
     has_zero: bool = False  # whether a block has a zero, which is a byte like a code
+    table: tuple[int, ...] = ()  # what the 16 codes of 4 bits stand for, if not for themselves
 
     @property
     def key(self) -> int:
         """A number that stands for the layout where compiled code is cached."""
         return crc32(repr(self).encode())
+
+    @property
+    def most(self) -> int:
+        """The largest size of a code as it is multiplied."""
+        return 128 if self.bits == 8 else max(self.table or ((1 << self.bits) - 1,))
 
     @property
     def values(self) -> int:
@@ -168,14 +174,15 @@ FORMATS: dict[str, Panels] = {
 """The layout of each quantized GGUF format."""
 
 
-def grouped_layout(bits: int, group: int, scale: str, has_zero: bool) -> Panels:
-    """Return the layout of codes of 4 or 8 bits with a scale for `group` inputs, and perhaps a zero.
+def grouped_layout(bits: int, group: int, scale: str, has_zero: bool, table: tuple[int, ...] = ()) -> Panels:
+    """Return the layout of codes of 4 or 8 bits with a scale for `group` inputs, and perhaps a zero or a table.
 
     Blocks are as large as groups up to 128 inputs; of larger groups, each block has the scale again.
     """
     groups = next(count for count in (4, 2, 1) if group % (32 * count) == 0)
-    centre = 0 if has_zero else {4: 8, 8: _CENTRE}[bits]
-    return Panels(bits, 32, centre=centre, groups=groups, scale=scale, has_zero=has_zero)
+    centre = 0 if has_zero else -min(table) if table else {4: 8, 8: _CENTRE}[bits]
+    unsigned = tuple(number + centre for number in table)
+    return Panels(bits, 32, centre=centre, groups=groups, scale=scale, has_zero=has_zero, table=unsigned)
 
 
 def pack_rows(layout: Panels, shape: tuple[int, int], gated: bool, read: Callable[[Tensor], Numbers]) -> Tensor:

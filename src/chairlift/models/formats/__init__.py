@@ -12,6 +12,7 @@ from chairlift.models.formats.awq import Awq
 from chairlift.models.formats.format import Stored, StoredFormat
 from chairlift.models.formats.fp8 import Fp8Format
 from chairlift.models.formats.gptq import Gptq
+from chairlift.models.formats.mxfp4 import Mxfp4
 
 METHODS = {
     "awq": Awq.of,
@@ -19,6 +20,7 @@ METHODS = {
     "fbgemm_fp8": Fp8Format.of,
     "fp8": Fp8Format.of,
     "gptq": Gptq.of,
+    "mxfp4": Mxfp4.of,
 }
 
 

@@ -57,7 +57,7 @@ class Awq(StoredFormat):
         points = read(self.source, zeros, (torch.int32,), (inputs // group, outputs // 8))
         scales = read_scales(self.source, steps, (inputs // group, outputs))
         plain, middle = (_ordered(each.to(device)).t().contiguous() for each in (codes, points))
-        return Parts(words, 4, plain, scales.to(device).t(), middle).cut(cut).weight(dtype)
+        return Parts(words, Code.INT4, plain, scales.to(device).t(), middle).cut(cut).weight(dtype)
 
 
 def _ordered(words: torch.Tensor) -> torch.Tensor:

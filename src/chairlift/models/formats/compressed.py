@@ -13,12 +13,13 @@ from chairlift.core.values import Values, show
 from chairlift.models.cut import Cut
 from chairlift.models.formats.format import Stored, StoredFormat
 from chairlift.models.formats.fp8 import Fp8Format
+from chairlift.models.formats.mxfp4 import Mxfp4
 from chairlift.models.formats.reading import Parts, group_size, read, read_scales, unpacked
 from chairlift.ops.codes import Code
 from chairlift.ops.grouped import Grouped
 from chairlift.ops.weight import Weight
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FORMATS = ("mxfp4-pack-quantized", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 class Compressed(StoredFormat):
@@ -30,6 +31,10 @@ class Compressed(StoredFormat):
         self._bits, self._group, self._symmetric, self._packed = bits, group, symmetric, packed
         self.marks = "weight_packed" if packed else "weight_scale"
 
+    @property
+    def _code(self) -> Code:
+        return Code.INT4 if self._bits == 4 else Code.INT8
+
     def shape(self, name: str) -> tuple[int, int]:
         """Return the outputs and inputs of a matrix."""
         if not self._packed:
@@ -40,8 +45,8 @@ class Compressed(StoredFormat):
 
     def outline(self, outputs: int, inputs: int, dtype: torch.dtype) -> Weight:
         """Return a matrix on the meta device."""
-        group, code = group_size("", self._group, inputs, self._bits), Code.INT4 if self._bits == 4 else Code.INT8
-        return Grouped.outline(code, outputs, inputs, group, dtype, dtype, zeros=not self._symmetric)
+        group = group_size("", self._group, inputs, self._bits)
+        return Grouped.outline(self._code, outputs, inputs, group, dtype, dtype, zeros=not self._symmetric)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Grouped:
         """Read a matrix, or a part of it."""
@@ -62,7 +67,7 @@ class Compressed(StoredFormat):
         else:
             codes = read(self.source, name, (torch.int8,), (outputs, inputs)).to(device).view(torch.uint8) ^ 0x80
         zeros = None if self._symmetric else self._zeros(points, outputs, groups, device)
-        return Parts(name, bits, codes, scales.to(device), zeros).cut(cut).weight(dtype)
+        return Parts(name, self._code, codes, scales.to(device), zeros).cut(cut).weight(dtype)
 
     def _zeros(self, name: str, outputs: int, groups: int, device: torch.device) -> torch.Tensor:
         """Return the zeros as unsigned codes: packed along the outputs, or int8."""
@@ -88,6 +93,8 @@ def of(source: Stored, values: Values) -> StoredFormat:
         )
     kind, bits = weights.text("type", "int"), weights.count("num_bits", most=8)
     strategy = weights.text("strategy", "tensor")
+    if form == "mxfp4-pack-quantized":
+        return Mxfp4(source)
     if kind == "float":
         if bits != 8 or strategy not in ("tensor", "channel", "block"):
             raise weights.wrong("strategy", "FP8 is read with scales per tensor, channel or block")

@@ -39,6 +39,10 @@ class Gptq(StoredFormat):
         group = values.count("group_size", -1, least=-1)
         return Gptq(source, bits, group, version == "gptq", values.flag("sym", True))
 
+    @property
+    def _code(self) -> Code:
+        return Code.INT4 if self._bits == 4 else Code.INT8
+
     def shape(self, name: str) -> tuple[int, int]:
         """Return the outputs and inputs of a matrix."""
         rows, outputs = self.source.stored_shape(self.part(name, self.marks))
@@ -46,8 +50,8 @@ class Gptq(StoredFormat):
 
     def outline(self, outputs: int, inputs: int, dtype: torch.dtype) -> Weight:
         """Return a matrix on the meta device."""
-        group, code = group_size("", self._group, inputs, self._bits), Code.INT4 if self._bits == 4 else Code.INT8
-        return Grouped.outline(code, outputs, inputs, group, dtype, torch.float16, zeros=not self._symmetric)
+        group = group_size("", self._group, inputs, self._bits)
+        return Grouped.outline(self._code, outputs, inputs, group, dtype, torch.float16, zeros=not self._symmetric)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Grouped:
         """Read a matrix, or a part of it."""
@@ -63,7 +67,7 @@ class Gptq(StoredFormat):
         points = (points + (1 if self._adds_one else 0)) & ((1 << bits) - 1)
         middle = None if self._symmetric and bool((points == 1 << bits - 1).all()) else points.t()
         plain = unpacked(codes.to(device).t(), bits)
-        return Parts(words, bits, plain, scales.to(device).t(), middle).cut(cut).weight(dtype)
+        return Parts(words, self._code, plain, scales.to(device).t(), middle).cut(cut).weight(dtype)
 
     def _check_order(self, name: str, inputs: int, group: int) -> None:
         if not self.source.has(name):

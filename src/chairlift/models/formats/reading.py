@@ -52,7 +52,7 @@ class Parts:
     """A matrix before it is a weight: unsigned codes [outputs, inputs], scales and zeros [outputs, groups]."""
 
     name: str
-    bits: int
+    code: Code  # INT4, INT8 or FP4
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None  # unsigned too; None: the middle of the codes
@@ -63,23 +63,23 @@ class Parts:
             return self
         codes, zeros = cut.of(self.codes), self.zeros
         if cut.dimension == 0:
-            return Parts(self.name, self.bits, codes, cut.of(self.scales), None if zeros is None else cut.of(zeros))
+            return Parts(self.name, self.code, codes, cut.of(self.scales), None if zeros is None else cut.of(zeros))
         groups = group_cut(self.name, cut, self.codes.shape[1], self.scales.shape[1])
         scales, zeros = (
             each if each is None or groups is None else groups.of(each) for each in (self.scales, self.zeros)
         )
         assert scales is not None
-        return Parts(self.name, self.bits, codes, scales, zeros)
+        return Parts(self.name, self.code, codes, scales, zeros)
 
     def weight(self, dtype: torch.dtype) -> Grouped:
         """Return the weight; scales keep their dtype."""
         zeros = self.zeros
-        if self.bits == 8:  # 8-bit codes are signed
+        if self.code is Code.INT8:  # 8-bit codes are signed
             signed = (self.codes ^ 0x80).view(torch.int8)
             middle = None if zeros is None else (zeros.to(self.scales.dtype) - 128)
-            return Grouped(Code.INT8, signed, self.scales.contiguous(), middle, dtype)
+            return Grouped(self.code, signed, self.scales.contiguous(), middle, dtype)
         zeros = None if zeros is None else zeros.to(self.scales.dtype).contiguous()
-        return Grouped(Code.INT4, pack(self.codes), self.scales.contiguous(), zeros, dtype)
+        return Grouped(self.code, pack(self.codes), self.scales.contiguous(), zeros, dtype)
 
 
 def group_cut(name: str, cut: Cut, inputs: int, groups: int) -> Cut | None:
