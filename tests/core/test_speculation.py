@@ -174,15 +174,18 @@ def test_only_steps_without_prompts_teach_times() -> None:
     assert speculation.times.seconds(1) > 1.0
 
 
-def test_what_a_step_with_drafts_takes_beyond_its_check_is_the_price_of_the_draft_model() -> None:
+@pytest.mark.parametrize(("each", "price"), [(0.5, 0.1), (0.0, 0.3)])
+def test_what_checks_of_a_draft_model_take_is_told_apart_from_what_its_passes_take(each: float, price: float) -> None:
     times, passes = StepTimes([(1, 1.0), (400, 1.0)]), StepTimes([(1, 0.1), (400, 0.1)])
     speculation = Speculation(Endless(), times, draft_times=passes)
     [one] = sequences(1)
-    step = StepPlan(sequences=[one], counts=[3], samples=[one], tokens=3, drafts=[(0, [1, 2])])
-    for _ in range(50):
-        speculation.observe_step(step, 2.0)
+    for number in range(400):
+        drafts = [1, 2, 3, 4, 5, 6][: 1 + number % 6]
+        step = StepPlan(sequences=[one], counts=[1], samples=[one], tokens=1 + len(drafts), drafts=[(0, drafts)])
+        speculation.observe_step(step, 1.0 + each + price * len(drafts))
     assert times.seconds(3) == 1.0
-    assert passes.seconds(1) == pytest.approx(0.5, rel=0.05)  # two passes
+    assert speculation.early_seconds == pytest.approx(each, abs=0.03)
+    assert passes.seconds(1) == pytest.approx(price, rel=0.1)
 
 
 def test_an_overlapped_engine_seldom_collects_early_where_nothing_is_worth_it() -> None:

@@ -197,10 +197,10 @@ class Scheduler:
         speculation = self.planner.speculation
         return speculation is not None and speculation.collects_early(bool(step.drafts), len(self.running))
 
-    def observe_early(self, seconds: float) -> None:
+    def observe_early(self, step: StepPlan, seconds: float) -> None:
         """Learn how long the device waited for a step that was planned after the one before was collected."""
         if self.planner.speculation is not None:
-            self.planner.speculation.observe_early(seconds)
+            self.planner.speculation.observe_early(step, seconds)
 
     def apply(self, step: StepPlan, result: StepResult) -> Outcome:
         """Append the tokens of a step, end the sequences that are complete and free their blocks at once."""

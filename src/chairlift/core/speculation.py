@@ -16,14 +16,16 @@ from chairlift.core.request import Sequence
 from chairlift.core.step_times import StepTimes
 
 MOST_IN_STEP = 256  # drafts: each needs a row of logits over the whole vocabulary
-_PRIOR = 6.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
-_HOPE, _HOPED = 0.6, 4.0  # the acceptance of a grade that was never tried, and the drafts that it counts as
+_PRIOR = 16.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
+_HOPE, _HOPED = 0.6, 24.0  # the acceptance of a grade that was never tried, and the drafts that it counts as
 _FORGET = 0.95  # per check, of a sequence's own drafts; per 1 / (1 - _FORGET_GRADE) checks, of a grade's
 _FORGET_GRADE = 0.99
-_FORGET_SKIPPED = 0.998  # per proposal that was not checked: after some hundred, a sequence is tried again
+_FORGET_SKIPPED = 0.999  # per step in which a proposal was not checked: after some hundred, a sequence is tried again
 _ALIKE = 8  # gains are about equal that differ by less than 1 / 8
 _CERTAIN = 0.98  # highest estimate
 _RATE = 0.1  # share of each measurement in an average
+_LEARNED = 0.2  # share of an error that corrects what a check takes
+_MEASURED = 0.05  # how much less of an error is ascribed to a pass of the draft model
 _REST = 5  # after 2 ** 5 steps at most, an overlapped engine that drafts nothing collects a step early to try again
 
 
@@ -61,12 +63,15 @@ class Speculation:
         self.max_drafts = max_drafts
         self._most = most  # drafts in a step
         self.fixed: int | None = None  # drafts of every check, in experiments only
-        self.early_seconds = 0.0  # that an overlapped engine loses when it collects a step before it plans the next
+        # That a check takes beside its pass and its drafts: an overlapped engine collects the step before it first, and
+        # plans while the device waits.
+        self.early_seconds = 0.0
         self._draft_times = draft_times  # of one pass of a draft model, by the number of sequences
         self._hits = [0.0] * GRADES
         self._tries = [0.0] * GRADES
         self._misses = 0  # steps collected early in a row without a draft that was worth it
         self._rest = 0  # steps until the next is collected early
+        self._rested = 0  # steps since the last for which drafts were chosen
 
     def acceptance(self, sequence: Sequence, grade: int = 0) -> float:
         """Return the probability that the next draft of a sequence is accepted, if those before it are."""
@@ -84,7 +89,7 @@ class Speculation:
             size = min(most, 2 * size)
             gain = decodes + (size - decodes) * _CERTAIN
             depth = -(-(size - decodes) // decodes)
-            if (self.times.seconds(size) + self._drafting(decodes, depth)) / gain < now:
+            if (self.times.seconds(size) + self._drafting(decodes, depth) + self.early_seconds) / gain < now:
                 return True
         return False
 
@@ -93,6 +98,7 @@ class Speculation:
         if is_checking:
             return True
         self._rest -= 1
+        self._rested += 1
         return self._rest < 0 and running > 0 and self.may_pay(running)
 
     def choose(self, sequences: list[Sequence], decodes: int, prompt_tokens: int) -> list[Proposal]:
@@ -107,12 +113,13 @@ class Speculation:
         depths = [0] * len(sequences)
         for _, place, depth in gains:
             depths[place] = max(depths[place], depth)
+        kept, self._rested = _FORGET_SKIPPED ** max(1, self._rested), 0
         for sequence, proposal, depth in zip(sequences, proposals, depths, strict=True):
             if proposal.tokens and not depth:
-                sequence.hits *= _FORGET_SKIPPED
-                sequence.tries *= _FORGET_SKIPPED
-                self._hits[proposal.grade] *= _FORGET_SKIPPED
-                self._tries[proposal.grade] *= _FORGET_SKIPPED
+                sequence.hits *= kept
+                sequence.tries *= kept
+                self._hits[proposal.grade] *= kept
+                self._tries[proposal.grade] *= kept
             sequence.grade = proposal.grade
         return [
             Proposal(proposal.tokens[:depth], proposal.grade) for proposal, depth in zip(proposals, depths, strict=True)
@@ -132,31 +139,34 @@ class Speculation:
 
     def _gains(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[tuple[float, int, int]]:
         """Return (expected tokens, number of the sequence, depth) of the best drafts, the best first."""
+        # Of about equal gains, those of the sequence with the shortest answer first: else some would always be drafted
+        # and others never, and end late. The order is that of plain tuples, since there may be a thousand.
         found = []
         for place, (sequence, (tokens, grade)) in enumerate(zip(sequences, proposals, strict=True)):
+            if not tokens:
+                continue
             acceptance = gain = self.acceptance(sequence, grade)
+            length = len(sequence.tokens) - sequence.prompt_length
             for depth in range(1, len(tokens) + 1):
-                found.append((gain, place, depth))
+                found.append((-int(_ALIKE * gain), depth, length, place, gain))
                 gain *= acceptance
-        # Of about equal gains, those of the sequence with the shortest answer first: else some would always be drafted
-        # and others never, and end late.
-        lengths = [len(sequence.tokens) - sequence.prompt_length for sequence in sequences]
-        found.sort(key=lambda each: (-int(_ALIKE * each[0]), each[2], lengths[each[1]]))
-        return found[: self._most]
+        found.sort()
+        return [(gain, place, depth) for _, depth, _, place, gain in found[: self._most]]
 
     def _count(self, gains: list[tuple[float, int, int]], drafting: int, decodes: int, prompt_tokens: int) -> int:
         """Return how many of the drafts bring the most tokens a second."""
-        size = decodes + prompt_tokens
-        plain = best = decodes / self.times.seconds(size)
-        expected, count, deepest, worth = float(decodes), 0, 0, plain
+        size, most = decodes + prompt_tokens, len(gains)
+        best = decodes / self.times.seconds(size)
+        expected, count, deepest = float(decodes), 0, 0
         for number, (gain, _, depth) in enumerate(gains, 1):
             expected += gain
             deepest = max(deepest, depth)
-            seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest)
+            if number < most and gains[number][2] <= deepest and not self.times.rises_behind(size + number):
+                continue  # the next draft is free
+            seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest) + self.early_seconds
             if expected / seconds > best:
                 best, count = expected / seconds, number
-                worth = expected / (seconds + self.early_seconds)
-        if worth > plain:
+        if count:
             self._misses = 0
         else:
             self._misses = min(self._misses + 1, _REST)
@@ -186,20 +196,26 @@ class Speculation:
         drafts = sum(len(tokens) for _, tokens in step.drafts)
         if step.tokens != len(step.samples) + drafts:
             return
-        if drafts:
-            deepest = max(len(tokens) for _, tokens in step.drafts)
-            seconds -= self.early_seconds
-            if self._draft_times is not None:
-                # Steps without drafts tell what a check takes. What is beyond that, the host's work between the passes
-                # of the draft model included, is the price of drafting.
-                self._draft_times.learn(len(step.drafts), (seconds - self.times.seconds(step.tokens)) / deepest)
-                return
-            seconds -= self._drafting(len(step.drafts), deepest)
-        self.times.learn(step.tokens, seconds)
+        if not drafts:
+            self.times.learn(step.tokens, seconds)
+            return
+        rows, deepest = len(step.drafts), max(len(tokens) for _, tokens in step.drafts)
+        seconds -= self.early_seconds
+        if self._draft_times is None:
+            self.times.learn(step.tokens, seconds - self._drafting(rows, deepest))
+            return
+        # Steps without drafts tell what a pass takes. The error of the rest is divided between what each check takes,
+        # which was not measured, and each pass of the draft model, which was: checks of several depths tell them apart.
+        price = self._draft_times.seconds(rows)
+        error = seconds - self.times.seconds(step.tokens) - deepest * price
+        share = error / (1 + _MEASURED * deepest * deepest)
+        self.early_seconds = max(0.0, self.early_seconds + _LEARNED * share)
+        self._draft_times.learn(rows, price + _MEASURED * deepest * share)
 
-    def observe_early(self, seconds: float) -> None:
-        """Learn what it costs to plan a step while the device waits."""
-        self.early_seconds += _RATE * (seconds - self.early_seconds)
+    def observe_early(self, step: StepPlan, seconds: float) -> None:
+        """Learn how long a step was planned and launched while the device waited."""
+        if self._draft_times is None or not step.drafts:  # else it drafted meanwhile, and `observe_step` learns
+            self.early_seconds += _RATE * (seconds - self.early_seconds)
 
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; its answer may help others."""

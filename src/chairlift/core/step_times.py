@@ -42,6 +42,12 @@ class StepTimes:
         low, high = sizes[place - 1], sizes[place]
         return seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (tokens - low) / (high - low)
 
+    def rises_behind(self, tokens: int) -> bool:
+        """Whether one more token takes longer: not where a step is padded to the same size."""
+        return (
+            not self._is_padded or tokens >= self._sizes[-1] or self._sizes[bisect_left(self._sizes, tokens)] == tokens
+        )
+
     def learn(self, tokens: int, seconds: float) -> None:
         """Correct the times by a finished step: all, since load and contexts change all of them, and its own more."""
         if seconds <= 0 or tokens > self._sizes[-1]:

@@ -149,7 +149,7 @@ class Engine:
         else:
             events += self._end_stuck(now)
         if early is not None:
-            self.scheduler.observe_early(self.clock.now() - self._last_end)
+            self.scheduler.observe_early(plan, self.clock.now() - self._last_end)
             self._late += events  # of the step launched now: the tokens of the one before are reported first
             outcome = early
         else:

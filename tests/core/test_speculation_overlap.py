@@ -1,0 +1,112 @@
+"""The controller with a draft model in an overlapped engine, on a virtual clock with a GPU's and its host's times.
+
+A step without drafts is planned while the device runs the one before; a check is planned, and its drafts are launched
+pass by pass, while the device waits. How long that takes, the controller has to learn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+from fakes import ManualClock
+
+from chairlift.core.blocks import BlockPool
+from chairlift.core.drafting import DeviceDrafter
+from chairlift.core.limits import Limits
+from chairlift.core.params import SamplingParams
+from chairlift.core.request import Request
+from chairlift.core.scheduler import Scheduler
+from chairlift.core.speculation import Speculation
+from chairlift.core.step import Step, StepResult
+from chairlift.core.step_times import StepTimes
+from chairlift.engine.engine import Engine
+
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384)
+STEP = [(1, 4.15), (8, 4.6), (32, 5.0), (64, 5.6), (128, 6.9), (256, 9.5), (384, 13.0)]  # ms, by tokens
+PASS = [(1, 0.69), (32, 0.85), (128, 1.3)]  # ms of the draft model, by rows
+PLAN, LAUNCH, CHECK, ROW, DRAFT, APPLY = 0.4e-3, 0.3e-3, 0.8e-3, 6e-6, 0.35e-3, 0.1e-3  # seconds of the host
+
+
+def padded(points: list[tuple[int, float]], size: int) -> float:
+    """The seconds of a captured step, which is padded to the next larger size."""
+    size = SIZES[bisect_left(SIZES, size)]
+    for (low, first), (high, last) in pairwise(points):
+        if size <= high:
+            return (first + (last - first) * (size - low) / (high - low)) / 1000
+    raise AssertionError(f"no step has {size} tokens")
+
+
+class OverlappedDevice:
+    """The device works while the host does, except where it waits for launches."""
+
+    def __init__(self, clock: ManualClock, acceptance: float) -> None:
+        self._clock, self._acceptance, self._random = clock, acceptance, Random(0)
+        self._free = 0.0  # when the device has finished what was launched
+        self.tokens = 0
+
+    def launch(self, step: Step) -> tuple[float, StepResult]:
+        clock, drafts = self._clock, dict(step.drafts)
+        clock.time += self._about(PLAN + ROW * len(step.rows))
+        start = max(self._free, clock.time)
+        if drafts:
+            clock.time += self._about(CHECK)
+            for depth in range(max(map(len, drafts.values()))):
+                rows = sum(len(tokens) > depth for tokens in drafts.values())
+                clock.time += self._about(DRAFT)
+                start = max(start, clock.time) + self._about(padded(PASS, rows))
+        clock.time += self._about(LAUNCH)
+        self._free = max(start, clock.time) + self._about(padded(STEP, step.tokens))
+        counts = []
+        for number in range(len(step.sample_rows)):
+            count = 1
+            while count <= len(drafts.get(number, [])) and self._random.random() < self._acceptance:
+                count += 1
+            counts.append(count)
+        self.tokens += sum(counts)
+        return self._free, StepResult([7] * sum(counts), counts=counts if drafts else None)
+
+    def choose(self, launched: Any, masks: Any) -> None:
+        raise AssertionError("there are no grammars")
+
+    def collect(self, launched: tuple[float, StepResult]) -> StepResult:
+        self._clock.time = max(self._clock.time, launched[0]) + self._about(APPLY)
+        return launched[1]
+
+    def _about(self, seconds: float) -> float:
+        return seconds * self._random.uniform(0.97, 1.03)
+
+
+def speed(size: int, way: str, acceptance: float, seconds: float) -> float:
+    """Tokens a second of so many sequences that never end, after a second for learning."""
+    clock, drafts = ManualClock(), min(256, 8 * size)
+    scheduler = Scheduler(Limits(size, 8192, 1 << 20, 100, drafts), BlockPool(1 << 14, 512))
+    if way != "off":
+        times = StepTimes([(each, padded(STEP, each)) for each in SIZES if each <= size + drafts], is_padded=True)
+        passes = StepTimes([(each, padded(PASS, each)) for each in SIZES if each <= size], is_padded=True)
+        scheduler.planner.speculation = Speculation(DeviceDrafter(), times, most=drafts, draft_times=passes)
+        scheduler.planner.speculation.fixed = None if way == "chosen" else int(way)
+    device = OverlappedDevice(clock, acceptance)
+    engine = Engine(scheduler, device, clock, overlap=True)
+    for number in range(size):
+        engine.submit(Request(f"r{number}", [1, 2], SamplingParams(max_tokens=1 << 19, ignore_eos=True)))
+    while clock.time < 1.0:
+        engine.step()
+    begun, before = clock.time, device.tokens
+    while clock.time < begun + seconds:
+        engine.step()
+    return (device.tokens - before) / (clock.time - begun)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.75])
+@pytest.mark.parametrize("size", [1, 8, 32, 128])
+def test_it_is_near_the_best_of_off_and_fixed_numbers(size: int, acceptance: float) -> None:
+    seconds = 3.0 if size > 8 else 5.0
+    off, chosen = (speed(size, way, acceptance, seconds) for way in ("off", "chosen"))
+    fixed = [speed(size, way, acceptance, seconds) for way in ("1", "3", "5")] if acceptance > 0.1 else []
+    assert chosen >= 0.97 * off
+    assert chosen >= 0.95 * max([off, *fixed])
+    assert chosen > 1.4 * off or acceptance < 0.5 or size > 8
