@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.core.request import Request
-from chairlift.core.step_times import StepTimes
 from tiny import make_tiny_model
 
 pytestmark = [
@@ -167,7 +167,7 @@ def test_reading_log_probabilities_does_not_wait_for_what_was_submitted_later(tm
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_drafts_change_no_token(overlap: bool, temperature: float, tmp_path: Path) -> None:
     """Drafts with errors from the host, and drafts of a small model, in captured steps."""
-    from test_speculation_answers import FREE, Oracle, speculate
+    from test_speculation_answers import Oracle, speculate
 
     folder = make_tiny_model(tmp_path / "model", tokenizer=False)
     small = make_tiny_model(tmp_path / "draft", "Qwen3ForCausalLM", tokenizer=False, seed=5, num_hidden_layers=1)
@@ -184,7 +184,7 @@ def test_drafts_change_no_token(overlap: bool, temperature: float, tmp_path: Pat
         llm = LLM(str(folder), speculation="draft", draft=str(draft), **common)
         found = llm.engine.scheduler.planner.speculation
         assert found is not None
-        found.times, found._draft_times = FREE, None
+        found.fixed = MAX_DRAFTS
         for _ in range(2):
             assert tokens(llm, params) == expected
         assert found.counts.checks > 20
@@ -206,7 +206,7 @@ def test_drafts_of_a_trained_head_change_no_token(overlap: bool, tmp_path: Path)
     llm = LLM(str(folder), speculation="eagle3", draft=str(head), **common)
     found = llm.engine.scheduler.planner.speculation
     assert found is not None
-    found.times, found._draft_times = StepTimes([(1, 1.0), (400, 1.0)]), None
+    found.fixed = MAX_DRAFTS
     for _ in range(2):
         assert tokens(llm, params) == expected
     assert sum(found.counts.drafted) > sum(found.counts.accepted) > 100

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.drafting import Drafter, Proposal
+from chairlift.core.drafting import MAX_DRAFTS, Drafter, Proposal
 from chairlift.core.request import Sequence
 from chairlift.core.speculation import Speculation
 from chairlift.core.step_times import StepTimes
@@ -22,7 +22,7 @@ from chairlift.execution import checks
 from test_greedy import CHOICES, GREEDY, MODELS, WAYS, continue_with_transformers
 from tiny import make_tiny_model
 
-FREE = StepTimes([(1, 1.0), (400, 1.0)])  # as many drafts as there are: what they cost is not the question here
+FREE = StepTimes([(1, 1.0), (400, 1.0)])
 
 
 class Oracle(Drafter):
@@ -39,6 +39,7 @@ class Oracle(Drafter):
 
 def speculate(llm: LLM, drafter: Drafter) -> Speculation:
     found = Speculation(drafter, FREE, most=llm.engine.scheduler.limits.step_drafts)
+    found.fixed = MAX_DRAFTS  # as many as there are: what they cost is not the question here
     llm.engine.scheduler.planner.speculation = found
     return found
 
@@ -103,7 +104,7 @@ def test_the_ngram_drafter_finds_what_repeats_and_changes_no_token(overlap: bool
     llm = LLM(str(folder), progress=False, speculation="ngram", overlap=overlap)
     speculation = llm.engine.scheduler.planner.speculation
     assert speculation is not None
-    speculation.times = FREE
+    speculation.fixed = MAX_DRAFTS
     assert tokens_of(llm, prompts, params) == expected
     assert sum(speculation.counts.accepted) > 100
     assert tokens_of(llm, prompts, params) == expected, "with cache hits and recent answers"

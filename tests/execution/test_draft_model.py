@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.drafting import DeviceDrafter
+from chairlift.core.drafting import MAX_DRAFTS, DeviceDrafter
 from chairlift.core.errors import SettingsError
 from chairlift.core.speculation import Speculation
 from chairlift.core.step_times import StepTimes
@@ -38,6 +38,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafting(model: Path, draft: Path, **settings: Any) -> tuple[LLM, Speculation]:
     llm = LLM(str(model), progress=False, speculation="draft", draft=str(draft), **settings)
     speculation = Speculation(DeviceDrafter(), FREE, most=llm.engine.scheduler.limits.step_drafts)
+    speculation.fixed = MAX_DRAFTS
     llm.engine.scheduler.planner.speculation = speculation
     return llm, speculation
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.drafting import DeviceDrafter
+from chairlift.core.drafting import MAX_DRAFTS, DeviceDrafter
 from chairlift.core.errors import ChairliftError
 from chairlift.core.speculation import Speculation
 from chairlift.core.step_times import StepTimes
@@ -35,6 +35,7 @@ def drafting(model: Path, head: Path, **settings: Any) -> tuple[LLM, Speculation
     """An engine that drafts as many tokens as it may, whatever they cost."""
     llm = LLM(str(model), progress=False, speculation="eagle3", draft=str(head), **settings)
     speculation = Speculation(DeviceDrafter(), FREE, most=llm.engine.scheduler.limits.step_drafts)
+    speculation.fixed = MAX_DRAFTS
     llm.engine.scheduler.planner.speculation = speculation
     return llm, speculation
 
