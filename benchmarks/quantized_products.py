@@ -1,9 +1,11 @@
-"""Times of the linear layers of a model in each weight format, on a GPU, in a captured graph.
+"""Times of the linear layers of a model in each weight format: on a GPU in a captured graph, or on a CPU.
 
     python benchmarks/quantized_products.py --rows 1,4,16,64,256,2048
     python benchmarks/quantized_products.py --rows 1 --formats int4 --sweep     # tries other tiles
+    python benchmarks/quantized_products.py --device cpu --rows 1,16,64 --threads 2
 
-Each layer has several copies of its weight, more than the L2 cache holds, as the layers of a model are.
+Each layer has several copies of its weight, more than the caches hold, as the layers of a model are. On a CPU the
+formats are float32, int8, int4, mxfp4 and GGUF's; each round times all, so that other load affects them alike.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ from typing import Any
 import torch
 
 from chairlift.models.formats.on_load import KINDS, quantize
-from chairlift.ops import grouped_cuda as kernels
-from chairlift.ops.codes import Code
+from chairlift.ops.block_formats import FORMATS
+from chairlift.ops.blocks import Blocks
+from chairlift.ops.codes import Code, pack
 from chairlift.ops.dense import Dense
 from chairlift.ops.grouped import Grouped
 from chairlift.ops.norm import Norm
-from chairlift.ops.weight import SILU, Fused, Product
+from chairlift.ops.triton_found import HAS_TRITON
+from chairlift.ops.weight import SILU, Fused, Product, Weight
+
+if HAS_TRITON:
+    from chairlift.ops import grouped_cuda as kernels
 
 HIDDEN, INNER, QKV = 4096, 14336, 6144  # Llama-3.1-8B
 LAYERS = {  # outputs, inputs, has a norm, has a gate
@@ -32,6 +39,13 @@ LAYERS = {  # outputs, inputs, has a norm, has a gate
     "gate and up": (2 * INNER, HIDDEN, True, True),
     "down": (HIDDEN, INNER, False, False),
 }
+SMALL = {  # Qwen2.5-1.5B, for a CPU
+    "qkv": (2048, 1536, True, False),
+    "output": (1536, 1536, False, False),
+    "gate and up": (2 * 8960, 1536, True, True),
+    "down": (1536, 8960, False, False),
+}
+BLOCKS = {form.name: form for form in FORMATS.values() if form.plain is None}
 CACHE = 160 << 20  # bytes of weights that a graph reads: several times the L2 cache
 
 
@@ -67,6 +81,49 @@ def products(layer: str, form: str) -> tuple[list[Product], torch.Tensor | None]
         matrix = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") / 64
         made.append((Dense(matrix) if form == "bfloat16" else quantize(matrix, KINDS[form])).prepare(fused))
     return made, None
+
+
+def cpu_weight(form: str, outputs: int, inputs: int) -> Weight:
+    """Return a random matrix in a format."""
+    if form in BLOCKS:
+        block = BLOCKS[form]
+        raw = torch.randint(0, 128, (outputs, inputs // block.values, block.nbytes), dtype=torch.uint8)
+        return Blocks(raw & 0x3F, block)  # scales that are finite
+    if form == "mxfp4":
+        scales = torch.full((outputs, inputs // 32), 2.0**-8, dtype=torch.bfloat16)
+        return Grouped(Code.FP4, pack(torch.randint(0, 16, (outputs, inputs))), scales, None, torch.float32)
+    matrix = torch.randn(outputs, inputs) / 64
+    return Dense(matrix) if form == "float32" else quantize(matrix, KINDS[form])
+
+
+def on_cpu(layers: list[str], forms: list[str], sizes: list[int], rounds: int) -> None:
+    """Print a table of all layers, formats and rows: the best of some interleaved rounds."""
+    for layer in layers:
+        outputs, inputs, normed, gated = SMALL[layer]
+        fused = Fused(Norm(torch.ones(inputs), 1e-5) if normed else None, None, SILU if gated else None)
+        made: dict[str, list[Product]] = {}
+        for form in forms:
+            one = cpu_weight(form, outputs, inputs).prepare(fused)
+            count = max(2, -(-CACHE // one.nbytes))
+            made[form] = [one, *(cpu_weight(form, outputs, inputs).prepare(fused) for _ in range(count - 1))]
+        best: dict[tuple[str, int], float] = {}
+        for rows in sizes:
+            x = torch.randn(rows, inputs).numpy()
+            for number, form in itertools.product(range(rounds + 1), forms):
+                begin = time.perf_counter()
+                for each in made[form]:
+                    each(x)
+                took = (time.perf_counter() - begin) / len(made[form])
+                if number:  # the first compiles
+                    best[form, rows] = min(took, best.get((form, rows), took))
+        for form in forms:
+            size = made[form][0].nbytes
+            line = f"{layer:12} {form:8} {size / 2**20:6.1f} MiB |"
+            for rows in sizes:
+                took = best[form, rows]
+                line += f" {rows}: {1e3 * took:.2f} ms, {size / took / 1e9:.1f} GB/s, "
+                line += f"{2 * rows * outputs * inputs / took / 1e9:.0f} GOP/s |"
+            print(line, flush=True)
 
 
 def one_tiles(code: Code) -> Iterator[dict[str, Any]]:
@@ -162,13 +219,21 @@ def main() -> None:
     """Print a table of all layers, formats and rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,4,16,64,256,2048")
-    parser.add_argument("--formats", default="bfloat16,fp8,int8,int4")
+    parser.add_argument("--formats", help="default: bfloat16,fp8,int8,int4, on a CPU float32,int8,int4,mxfp4,Q8_0,Q4_K")
     parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--threads", type=int, help="on a CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="on a CPU")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing per sweep")
     given = parser.parse_args()
     torch.manual_seed(0)
-    forms, sizes = given.formats.split(","), [int(each) for each in given.rows.split(",")]
+    usual = "bfloat16,fp8,int8,int4" if given.device == "cuda" else "float32,int8,int4,mxfp4,Q8_0,Q4_K"
+    forms, sizes = (given.formats or usual).split(","), [int(each) for each in given.rows.split(",")]
+    if given.device == "cpu":
+        torch.set_num_threads(given.threads or torch.get_num_threads())
+        on_cpu(given.layers.split(","), forms, sizes, given.rounds)
+        return
     with torch.inference_mode():
         if given.sweep:
             for form, layer, rows in itertools.product(forms, given.layers.split(","), sizes):

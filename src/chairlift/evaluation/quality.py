@@ -43,12 +43,15 @@ class Measured:
 def ways(model: str, reference: str | None, settings: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the model and the settings of each way, by name; the first is the unquantized model."""
     dtype, wanted = settings.get("dtype") or "auto", settings.get("kv_dtype") or "auto"
-    exact = {**settings, "kv_dtype": "auto"} | ({"dtype": "float32"} if reference is None else {})
+    rounded = settings.get("quantization") or "none"
+    own = dtype if rounded == "none" else rounded if dtype == "auto" else f"{rounded} in {dtype}"
+    exact = {**settings, "kv_dtype": "auto", "quantization": "none"}
+    exact |= {"dtype": "float32"} if reference is None else {}
     found = {"float32" if reference is None else "reference": (reference or model, exact)}
-    if reference is not None or dtype != "float32":
-        found[dtype] = model, {**settings, "kv_dtype": "auto"}
+    if own not in found:
+        found[own] = model, {**settings, "kv_dtype": "auto"}
     for kv_dtype in KV_DTYPES if wanted == "auto" else [wanted]:
-        found[f"{dtype}, KV {kv_dtype}"] = model, {**settings, "kv_dtype": kv_dtype}
+        found[f"{own}, KV {kv_dtype}"] = model, {**settings, "kv_dtype": kv_dtype}
     return found
 
 
