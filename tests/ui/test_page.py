@@ -19,6 +19,8 @@ from browser import chromium, needs_browser, visiting
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 from running import Running, keys_file, running
 
+from tiny import make_tiny_model
+
 pytestmark = needs_browser
 BODY = {"prompt": "Everyone gets off where they want.", "max_tokens": 120, "ignore_eos": True, "temperature": 1.0}
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>'
@@ -31,9 +33,10 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     name = "tiny <b>model</b>"
-    with running(tiny_model, "--max-sequences", "4", "--served-model-name", name, "--device", "cpu") as started:
+    model = make_tiny_model(tmp_path_factory.mktemp("page") / "llama", max_position_embeddings=1024)
+    with running(model, "--max-sequences", "4", "--served-model-name", name, "--device", "cpu") as started:
         yield started
 
 
@@ -166,6 +169,57 @@ def test_a_chat_streams_into_the_playground_with_its_tokens_and_its_way_through_
         visit.check(host_of(server))
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": [HOSTILE, "Ana"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+}
+TOOL = {"type": "function", "function": {"name": "greet", "parameters": SCHEMA, "strict": True}}
+
+
+def test_the_playground_answers_by_a_schema_and_with_calls_and_goes_on(browser: Any, server: Running) -> None:
+    with visiting(browser, server.url) as visit:
+        page = visit.page
+        page.click("#playground-toggle")
+        page.click(".settings summary")
+        page.fill("#play-max_tokens", "300")
+        for turn, (form, given) in enumerate((("schema", SCHEMA), ("call", [TOOL]), ("schema", SCHEMA))):
+            page.select_option("#play-form", form)
+            page.fill("#play-form-text", json.dumps(given))
+            page.fill("#play-text", "Who?")
+            page.keyboard.press("Enter")
+            visit.until(f"document.querySelectorAll('.answer').length === {turn + 1}")
+            visit.until_text(".ask .primary", "Send")
+            assert page.text_content(".ask .error") == ""
+        texts = [each.inner_text() for each in page.locator(".answer .text").all()]
+        assert texts[1] == "" and page.evaluate("window.broken") is None
+        [name, call] = re.fullmatch(r"(?s)(\w+)\((.*)\)", page.locator(".calls:visible").inner_text()).groups()
+        assert name == "greet"
+        for text in (texts[0], call, texts[2]):
+            assert json.loads(text).keys() == {"name", "age"}, "an answer ends where its grammar does"
+        page.locator(".log").focus()
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        assert page.locator(".alternatives").is_visible() and page.locator(".token.chosen").count() == 1
+        page.keyboard.press("Escape")
+        assert page.locator("#playground").is_hidden()
+        assert page.evaluate("document.activeElement.id") == "playground-toggle"
+        visit.check(host_of(server))
+
+
+def test_the_token_that_ends_an_answer_is_not_shown_as_text(browser: Any, server: Running) -> None:
+    with visiting(browser, server.url) as visit:
+        page = visit.page
+        page.click("#playground-toggle")
+        page.click(".settings summary")
+        page.select_option("#play-form", "schema")
+        page.fill("#play-form-text", '{"const": "🎈 done"}')
+        page.click(".ask .primary")
+        visit.until("document.querySelectorAll('.answer .token').length > 0")
+        visit.until_text(".ask .primary", "Send")
+        assert json.loads(page.locator(".answer .text").inner_text()) == "🎈 done"
+
+
 def test_the_playgrounds_request_can_be_copied_as_a_command_and_as_a_program(browser: Any, server: Running) -> None:
     with visiting(browser, server.url, permissions=["clipboard-read", "clipboard-write"]) as visit:
         visit.page.click("#playground-toggle")
@@ -220,6 +274,21 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Any, server
         visit.page.click("#playground-toggle")
         assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
         assert visit.violations() == []
+
+
+@pytest.mark.long
+def test_replicas_and_models_of_a_server_are_side_by_side(browser: Any, tiny_model: Path) -> None:
+    models = [flag for name in ("small", "large") for flag in ("--model", f"{name}={tiny_model}")]
+    with running(*models, "--replicas", "2", fake=True) as server, visiting(browser, server.url) as visit:
+        for name in ("small", "large"):
+            server.post("/v1/completions", {**BODY, "model": name})
+        visit.until("histories.length === 4 && histories.some((each) => each.cursor > 20)")
+        assert visit.page.locator("canvas.lanes").count() == visit.page.locator("canvas.map").count() == 4
+        names = set(visit.page.locator(".engine h3").all_inner_texts())
+        assert names == {f"{name} · replica {number}" for name in ("small", "large") for number in (0, 1)}
+        first, second = (visit.page.locator(".engine").nth(place).bounding_box() for place in (0, 1))
+        assert first["y"] == second["y"] and first["x"] < second["x"]
+        visit.check(host_of(server))
 
 
 # ---- keys

@@ -12,6 +12,7 @@ export class Answer {
     this.end = h("p", { class: "dim end" }, "");
     this.element = h("div", { class: "answer" }, many > 1 ? h("p", { class: "dim" }, `answer ${place + 1}`) : null, this.reasoning, this.body, this.calls, this.end);
     this.toolCalls = [];
+    this.pending = []; // tokens whose text has not come yet
   }
 
   take(choice) {
@@ -23,15 +24,32 @@ export class Answer {
     }
     const content = delta.content ?? "";
     this.text += content;
-    const scored = logprobs?.content;
-    if (scored?.length) this.body.append(...scored.map(token));
-    else if (content) this.body.append(content);
+    this.pending.push(...(logprobs?.content ?? []));
+    if (content) this.body.append(...this.spell(content));
+    else if (thought || delta.tool_calls) this.pending = [];
     for (const call of delta.tool_calls ?? []) this.call(call);
-    if (reason) say(this.end, reason === "stop" ? "" : `ended: ${reason}`);
+    if (reason) say(this.end, reason === "stop" || reason === "tool_calls" ? "" : `ended: ${reason}`);
   }
 
-  call({ index = 0, function: part = {} }) {
-    const known = (this.toolCalls[index] ??= { name: "", arguments: "" });
+  /** A part of the text as tokens. Tokens that are no text, such as the one that ends an answer, are left out. */
+  spell(content) {
+    const scored = this.pending;
+    this.pending = [];
+    const first = scored.findIndex((_, place) => scored.slice(place).map((each) => each.token).join("") === content);
+    if (first >= 0) return scored.slice(first).map((each) => token(each, each.token));
+    return [scored.length ? token(scored.at(-1), content) : content]; // a character of several tokens
+  }
+
+  /** The answer as a message of the conversation that goes on. */
+  get message() {
+    const whole = this.toolCalls.filter((each) => isJson(each.arguments)); // the last may have been cut off
+    const calls = whole.map(({ id, ...called }) => ({ id, type: "function", function: called }));
+    if (!calls.length) return { role: "assistant", content: this.text };
+    return { role: "assistant", content: this.text || null, tool_calls: calls };
+  }
+
+  call({ index = 0, id, function: part = {} }) {
+    const known = (this.toolCalls[index] ??= { id, name: "", arguments: "" });
     known.name += part.name ?? "";
     known.arguments += part.arguments ?? "";
     this.calls.hidden = false;
@@ -39,10 +57,19 @@ export class Answer {
   }
 }
 
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
 /** A token, the darker behind it the less likely it was; its alternatives appear on hover. */
-function token(scored) {
+function token(scored, text) {
   const chance = Math.exp(scored.logprob);
-  const element = h("span", { class: "token" }, scored.token);
+  const element = h("span", { class: "token" }, text);
   element.style.setProperty("--doubt", String(Math.round(100 * (1 - chance))));
   element.scored = scored;
   return element;

@@ -49,7 +49,7 @@ export class Playground {
     if (!panel.hidden) {
       this.listModels();
       this.text.focus();
-    }
+    } else byId("playground-toggle").focus();
   }
 
   build(panel) {
@@ -61,11 +61,12 @@ export class Playground {
       return h("label", {}, h("span", {}, label), input);
     });
     this.scores = h("input", { id: "play-logprobs", type: "checkbox", checked: true });
-    this.form = h("select", { id: "play-form" }, h("option", { value: "" }, "free text"), h("option", { value: "schema" }, "JSON schema"), h("option", { value: "tools" }, "tools"));
+    this.form = h("select", { id: "play-form" }, h("option", { value: "" }, "free text"), h("option", { value: "schema" }, "JSON schema"), h("option", { value: "tools" }, "tools, if it wants"), h("option", { value: "call" }, "a call of a tool"));
     this.formText = h("textarea", { id: "play-form-text", rows: 6, spellcheck: "false", class: "code", hidden: true, "aria-label": "Schema or tools, in JSON" });
     this.form.addEventListener("change", () => {
       this.formText.hidden = !this.form.value;
-      this.formText.value = this.form.value === "schema" ? SCHEMA : TOOLS;
+      const example = this.form.value === "schema" ? SCHEMA : TOOLS;
+      if (this.form.value && example !== this.example) this.formText.value = this.example = example;
     });
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.text = h("textarea", { id: "play-text", rows: 3, placeholder: "Why is the sky blue?", "aria-label": "Message" });
@@ -92,11 +93,14 @@ export class Playground {
       else this.ask();
     });
     this.text.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey) {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         if (!this.running) this.ask();
       }
     });
+    this.log.addEventListener("keydown", (event) => this.move(event));
+    this.log.addEventListener("blur", () => (this.tip.hidden = true));
+    panel.addEventListener("keydown", (event) => event.key === "Escape" && this.toggle());
     this.log.addEventListener("pointerover", (event) => this.point(event.target));
     this.log.addEventListener("pointerleave", () => (this.tip.hidden = true));
   }
@@ -111,6 +115,21 @@ export class Playground {
     const panel = byId("playground").getBoundingClientRect();
     this.tip.style.left = `${Math.max(8, Math.min(place.left - panel.left, panel.width - 220))}px`;
     this.tip.style.top = `${place.bottom - panel.top + 6}px`;
+  }
+
+  /** Arrow keys, in the conversation: from one token to the next, whose alternatives are shown and read aloud. */
+  move(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const tokens = [...this.log.querySelectorAll(".token")];
+    if (!step || !tokens.length) return;
+    event.preventDefault();
+    const old = tokens.findIndex((each) => each.classList.contains("chosen"));
+    const next = tokens[old < 0 ? (step > 0 ? 0 : tokens.length - 1) : Math.max(0, Math.min(tokens.length - 1, old + step))];
+    tokens[old]?.classList.remove("chosen");
+    next.classList.add("chosen");
+    next.scrollIntoView({ block: "nearest" });
+    this.point(next);
+    say(byId("spoken"), this.tip.innerText);
   }
 
   async listModels() {
@@ -139,8 +158,9 @@ export class Playground {
       } catch (error) {
         throw new Error(`the ${this.form.value === "schema" ? "schema is" : "tools are"} not JSON: ${error.message}`);
       }
-      if (this.form.value === "tools") body.tools = given;
-      else body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: given } };
+      if (this.form.value !== "schema") body.tools = given;
+      if (this.form.value === "call") Object.assign(body, { tool_choice: "required", parallel_tool_calls: false });
+      if (this.form.value === "schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: given } };
     }
     return { ...body, stream: true };
   }
@@ -167,7 +187,7 @@ export class Playground {
     say(this.send, "Stop");
     try {
       await this.stream({ ...body, request_id: id, stream_options: { include_usage: true } }, answers, timeline);
-      this.messages = [...body.messages.filter((each) => each.role !== "system"), { role: "assistant", content: answers[0].text }];
+      this.messages = [...body.messages.filter((each) => each.role !== "system"), answers[0].message];
     } catch (error) {
       if (error.name !== "AbortError") say(this.problem, error.message);
     }

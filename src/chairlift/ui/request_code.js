@@ -23,7 +23,7 @@ function literal(value, indent = "    ") {
   return entries.length ? `{\n${entries.join(",\n")},\n${indent}}` : "{}";
 }
 
-const KNOWN = new Set(["model", "messages", "stream", "temperature", "top_p", "max_tokens", "n", "seed", "logprobs", "top_logprobs", "response_format", "tools"]);
+const KNOWN = new Set(["model", "messages", "stream", "temperature", "top_p", "max_tokens", "n", "seed", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice", "parallel_tool_calls"]);
 
 export function asPython(body, hasKey) {
   const { stream, ...rest } = plain(body);
@@ -43,7 +43,7 @@ export function asPython(body, hasKey) {
     ")",
     "for chunk in stream:",
     "    for choice in chunk.choices:",
-    '        print(choice.delta.content or "", end="", flush=True)',
+    `        print(choice.delta.content or ${rest.tools ? "choice.delta.tool_calls or " : ""}"", end="", flush=True)`,
     "",
   ].join("\n");
 }
