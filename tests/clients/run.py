@@ -23,7 +23,9 @@ from running import running  # noqa: E402
 
 MODEL = "smollm2-135m"
 ENVIRONMENTS = {
-    **dict.fromkeys(("openai", "langchain", "llama_index", "litellm", "instructor", "pydantic_ai"), "light"),
+    **dict.fromkeys(
+        ("openai", "anthropic", "langchain", "llama_index", "litellm", "instructor", "pydantic_ai"), "light"
+    ),
     **dict.fromkeys(("llm", "prometheus"), "light"),
     "aider": "aider",
     "lm_eval": "lm_eval",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
-from trying import MODEL, TOOL, URL, attempt
+from trying import LOOPS, MODEL, QUESTION, TOOL, TOOLS, URL, attempt, use
 
 
 class Colour(BaseModel):
@@ -39,3 +39,24 @@ for method in ("json_schema", "function_calling"):
         f"with_structured_output, {method}",
         lambda method=method: isinstance(long.with_structured_output(Colour, method=method).invoke("A colour"), Colour),
     )
+
+
+def agent() -> int:
+    """Three calls, each with the results of those before, then an answer."""
+    talk = [HumanMessage(QUESTION)]
+    calling = long.bind_tools(TOOLS, tool_choice="any", parallel_tool_calls=False)
+    for _ in range(LOOPS):
+        talk.append(calling.invoke(talk))
+        [call] = talk[-1].tool_calls
+        talk.append(ToolMessage(use(call["name"], call["args"]), tool_call_id=call["id"]))
+    assert model.invoke(talk).text
+    return LOOPS
+
+
+attempt("an agent of three calls", lambda: agent() == LOOPS)
+responding = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", max_tokens=200, use_responses_api=True)
+attempt("the Responses API", lambda: responding.invoke("Name a colour.").text)
+attempt(
+    "the Responses API, with_structured_output",
+    lambda: isinstance(responding.with_structured_output(Colour, method="json_schema").invoke("A colour"), Colour),
+)

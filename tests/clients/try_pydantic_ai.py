@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Annotated
+
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from trying import MODEL, URL, attempt
+from pydantic_ai.usage import UsageLimits
+from trying import LOOPS, MODEL, QUESTION, URL, attempt, use
 
 
 class Colour(BaseModel):
@@ -28,3 +32,30 @@ typed = Agent(model, output_type=Colour, model_settings=settings, retries=3)
 attempt("an output type, by a tool", lambda: isinstance(typed.run_sync("Name a colour.").output, Colour))
 native = Agent(model, output_type=NativeOutput(Colour), model_settings=settings, retries=3)
 attempt("an output type, native", lambda: isinstance(native.run_sync("Name a colour.").output, Colour))
+
+calls = []
+planner = Agent(model, output_type=Colour, model_settings={**settings, "parallel_tool_calls": False}, retries=3)
+
+
+@planner.tool_plain
+def weather(city: Annotated[str, Field(max_length=12)]) -> str:
+    """The weather of a city."""
+    calls.append(city)
+    return use("weather", {"city": city})
+
+
+def plan() -> bool:
+    """A run in which the model may call its tool until it gives its result; each reply is a call."""
+    for _ in range(LOOPS):
+        found = planner.run_sync(QUESTION, usage_limits=UsageLimits(request_limit=12))
+        assert isinstance(found.output, Colour)
+    return True
+
+
+async def streamed() -> bool:
+    async with Agent(model, model_settings={"max_tokens": 8}).run_stream("Name a colour.") as run:
+        return bool([text async for text in run.stream_text(delta=True)])
+
+
+attempt("an agent with a tool and an output type", plan)
+attempt("a stream", lambda: asyncio.run(streamed()))

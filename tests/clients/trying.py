@@ -36,6 +36,35 @@ CALLED = [
 ]
 
 
+# An agent's tools: their descriptions for the model, and what they do.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, description in (("weather", "The weather of a city"), ("people", "How many people live in a city"))
+]
+QUESTION = "How warm is it in Paris, and how many people live there?"
+LOOPS = 3  # calls of an agent
+
+
+def use(name: str, arguments: str | dict[str, str]) -> str:
+    """The result of a call, whose arguments must be those that its schema asks for."""
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert list(given) == ["city"] and len(given["city"]) <= 12, given
+    return {"weather": f"21 degrees in {given['city']}", "people": "2,100,000"}[name]
+
+
 def attempt(what: str, work: Callable[[], object]) -> None:
     """Try it, and say whether it went as it should: `work` returns something true, or raises."""
     try:
