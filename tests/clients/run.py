@@ -26,7 +26,8 @@ ENVIRONMENTS = {
     **dict.fromkeys(
         ("openai", "anthropic", "langchain", "llama_index", "litellm", "instructor", "pydantic_ai"), "light"
     ),
-    **dict.fromkeys(("llm", "prometheus"), "light"),
+    "prometheus": "light",
+    "llm": "llm",
     "aider": "aider",
     "lm_eval": "lm_eval",
     "guidellm": "guidellm",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from llama_index.core import PromptTemplate
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
@@ -27,7 +25,13 @@ class Colour(BaseModel):
     is_warm: bool
 
 
-def weather(city: Annotated[str, Field(max_length=12)]) -> str:
+class City(BaseModel):
+    """Where to look."""
+
+    city: str = Field(max_length=12)
+
+
+def weather(city: str) -> str:
     """The weather of a city."""
     return use("weather", {"city": city})
 
@@ -40,7 +44,7 @@ long = OpenAILike(
     is_function_calling_model=True,
     max_tokens=200,
 )
-tool = FunctionTool.from_defaults(weather)
+tool = FunctionTool.from_defaults(weather, fn_schema=City)
 
 
 def agent() -> int:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from pydantic_ai.usage import UsageLimits
+from pydantic_ai.tools import ToolDefinition
 from trying import LOOPS, MODEL, QUESTION, URL, attempt, use
 
 
@@ -33,11 +33,16 @@ attempt("an output type, by a tool", lambda: isinstance(typed.run_sync("Name a c
 native = Agent(model, output_type=NativeOutput(Colour), model_settings=settings, retries=3)
 attempt("an output type, native", lambda: isinstance(native.run_sync("Name a colour.").output, Colour))
 
-calls = []
+calls: list[str] = []
 planner = Agent(model, output_type=Colour, model_settings={**settings, "parallel_tool_calls": False}, retries=3)
 
 
-@planner.tool_plain
+async def is_there(_context: object, tool: ToolDefinition) -> ToolDefinition | None:
+    """Offer the tool until it has been called three times: a small model would call it for ever."""
+    return tool if len(calls) < LOOPS else None
+
+
+@planner.tool_plain(prepare=is_there)
 def weather(city: Annotated[str, Field(max_length=12)]) -> str:
     """The weather of a city."""
     calls.append(city)
@@ -45,10 +50,9 @@ def weather(city: Annotated[str, Field(max_length=12)]) -> str:
 
 
 def plan() -> bool:
-    """A run in which the model may call its tool until it gives its result; each reply is a call."""
-    for _ in range(LOOPS):
-        found = planner.run_sync(QUESTION, usage_limits=UsageLimits(request_limit=12))
-        assert isinstance(found.output, Colour)
+    """Runs until three calls were made: each reply is a call, of the tool or with the result."""
+    while len(calls) < LOOPS:
+        assert isinstance(planner.run_sync(QUESTION).output, Colour)
     return True
 
 
@@ -57,5 +61,5 @@ async def streamed() -> bool:
         return bool([text async for text in run.stream_text(delta=True)])
 
 
-attempt("an agent with a tool and an output type", plan)
+attempt("an agent of three calls with an output type", plan)
 attempt("a stream", lambda: asyncio.run(streamed()))

@@ -192,6 +192,15 @@ def test_an_agent_loop_of_three_calls(client: openai.OpenAI, name: str) -> None:
     assert last.choices[0].finish_reason in ("length", "stop", "tool_calls")
 
 
+def test_calls_of_earlier_turns_are_in_the_prompt_without_tools_too(server: Running) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"name": "Ana"}'}}
+    talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    talk.append({"role": "tool", "tool_call_id": "call_1", "content": "42"})
+    tokens = server.post("/tokenize", {"messages": talk}).json()["tokens"]
+    prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert '"look_up"' in prompt and '"Ana"' in prompt, prompt
+
+
 def test_a_call_or_json_if_both_are_asked_for(server: Running) -> None:
     body = {"messages": TALK, "tools": TOOLS, "response_format": schema_format(PERSON), "max_tokens": 300}
     for seed in range(4):

@@ -16,7 +16,7 @@ from chairlift.text.message import PLAIN, Family, MessageFormat, is_closed
 from chairlift.text.parsers.reasoning import opens_reasoning
 from chairlift.text.template_process import render_confined
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_prompt import show_tools
+from chairlift.text.tool_prompt import show_calls, show_tools
 
 Prompt = Union[str, Sequence[int], Mapping[str, Any], "Read"]
 Message = Mapping[str, Any]
@@ -120,8 +120,10 @@ class PromptReader:
             messages = read_messages({"messages": list(messages)})
         if use is not None and not family.shows_tools:
             messages = show_tools(messages, use.shown)
-        elif use is not None:
-            options["tools"] = use.shown
+        else:
+            messages = show_calls(messages, template)
+            if use is not None:
+                options["tools"] = use.shown
         text = render_confined(template, messages, **special, **options)
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes them
         markers = family.reasoning

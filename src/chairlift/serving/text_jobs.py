@@ -19,7 +19,7 @@ from chairlift.text.message import is_closed
 from chairlift.text.parsers.reasoning import ReasoningMarkers, opens_reasoning
 from chairlift.text.template import render
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_prompt import show_tools
+from chairlift.text.tool_prompt import show_calls, show_tools
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
@@ -137,11 +137,10 @@ def _write(job: Chat, tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template
     assert template is not None, "Reader rejects chats without a template"
     messages = read_messages({"messages": job.messages})
-    if job.adds_tools:
-        messages = show_tools(messages, job.tools)
+    shown = show_tools(messages, job.tools) if job.adds_tools else show_calls(messages, template)
     tools = None if job.adds_tools or not job.tools else job.tools
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    return render(template, messages, bos_token=bos, eos_token=eos, tools=tools, **job.options)
+    return render(template, shown, bos_token=bos, eos_token=eos, tools=tools, **job.options)
 
 
 def _prompt(text: str, room: Room, tokenizer: Tokenizer, special: bool) -> Prompt:

@@ -24,6 +24,13 @@ def show_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
     return [{"role": "system", "content": system}, *rest]
 
 
+def show_calls(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """Return the conversation with its calls as text, if the template does not write them: turns would be empty."""
+    if "tool_calls" in template:
+        return messages
+    return [_as_text(message) if isinstance(message, Mapping) else message for message in messages]
+
+
 def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
