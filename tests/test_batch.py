@@ -284,6 +284,7 @@ def test_the_command_fails_with_a_summary_while_a_line_fails(tiny_model: Path, t
     assert len(read(out)) == len(answers(out)) == 7
 
 
+@pytest.mark.long
 def test_files_that_cannot_be_a_job_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", line("a"))
     no_model = tmp_path / "no-model"

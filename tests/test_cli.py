@@ -194,6 +194,7 @@ def test_an_interrupt_ends_a_command_that_a_shell_started_with_sigint_ignored(en
         assert process.wait(20) == 130
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_chat_stops_the_answer_alone(endless_model: str) -> None:
     with started("chat", "-m", endless_model, *ENDLESS) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None

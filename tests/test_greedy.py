@@ -67,6 +67,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 with a window": ("Phi3ForCausalLM", {**PHI, "sliding_window": 24}),
     "phi3 with a partial, long rope": ("Phi3ForCausalLM", {**PHI, "rope_parameters": ROPE_LONG}),
 }
+SHORT = (  # those of `make test`
+    *(
+        "llama with grouped heads",
+        "llama with llama3 rope",
+        "mistral with a window",
+        "qwen2 with a window in some layers",
+    ),
+    *("qwen3, tied", "gemma2", "gemma3", "phi3 with a partial, long rope"),
+)
 
 # Ways to run that must not change a token. The KV cache of the last ones holds one full-length sequence, so that
 # twelve together preempt one another all the time.
@@ -110,7 +119,10 @@ def continue_with_transformers(model: Any, prompt: list[int], count: int) -> lis
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("architecture", "config"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [pytest.param(*MODELS[name], id=name, marks=[] if name in SHORT else pytest.mark.long) for name in MODELS],
+)
 def test_every_family_equals_transformers_in_every_way_to_run(
     architecture: str, config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import SettingsError
 from chairlift.ops.kv_quant import KV_DTYPES
+from mostly_long import mostly_long
 from tiny import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -38,7 +39,7 @@ def answers(llm: LLM, asked: list[list[int]], params: SamplingParams = GREEDY) -
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize(("architecture", "config"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(("architecture", "config"), mostly_long(MODELS.values()), ids=MODELS.keys())
 def test_tokens_depend_on_the_prompt_alone(
     architecture: str, config: dict[str, Any], kv_dtype: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from chairlift.core.request import Sequence
 from chairlift.core.speculation import Speculation
 from chairlift.core.step_times import StepTimes
 from chairlift.execution import checks
+from mostly_long import mostly_long
 from test_greedy import CHOICES, GREEDY, MODELS, WAYS, continue_with_transformers
 from tiny import make_tiny_model
 
@@ -61,7 +62,7 @@ def oracle_of(prompts: list[list[int]], answers: list[list[int]]) -> Oracle:
 FAMILIES = ["llama with grouped heads", "mistral with a window", "qwen3, tied", "gemma2"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_long(FAMILIES, 2))
 def test_greedy_tokens_with_drafts_equal_transformers_in_every_way_to_run(name: str, tmp_path: Path) -> None:
     architecture, config = MODELS[name]
     folder = make_tiny_model(tmp_path, architecture, tokenizer=False, spread_norms=True, **config)
@@ -209,7 +210,7 @@ class Guess(Drafter):
         return Proposal(self._random.choices(LIKELY, (9, 1, 1, 1, 1, 1), k=most))
 
 
-@pytest.mark.parametrize("way", ["plain", "top_p and top_k", "min_p", "penalties"])
+@pytest.mark.parametrize("way", mostly_long(["top_p and top_k", "penalties", "plain", "min_p"], 2))
 def test_sampled_tokens_keep_their_distribution(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, initializer_range=0.12)
     prompt = prompts_of(5, count=1)[0]

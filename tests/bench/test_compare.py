@@ -24,6 +24,7 @@ from chairlift.traffic import mixes
 from chairlift.traffic.arrivals import Demand
 from chairlift.traffic.mixes import MIXES, Mix
 from chairlift.traffic.query import Query
+from mostly_long import mostly_long
 from tiny import make_tiny_model
 
 
@@ -212,7 +213,7 @@ def check_slots(run: dict[str, Any], slots: int) -> None:
         assert all(before[1] <= after[0] + 1e-5 for before, after in pairwise(sorted(stays)))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", mostly_long([True, False]))
 @pytest.mark.parametrize("preemption", PREEMPTIONS)
 def test_a_preempted_request_has_two_stays_and_its_full_length(model: str, preemption: str, overlap: bool) -> None:
     mix = Mix("tight", few(90, 100, 80, 95), 100, lengths_are_known=False)

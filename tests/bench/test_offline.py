@@ -90,6 +90,7 @@ def task(scratch: Path) -> Task:
     return Task(model="nowhere", scratch=str(scratch), device="cpu", threads=1, longest=2, total=2, dtype="float32")
 
 
+@pytest.mark.long
 def test_an_unavailable_engine_has_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="cannot be started"), engine("openvino", "/no/python", task(tmp_path)):
         pass

@@ -13,6 +13,7 @@ from on_ranks import answers, llm_on, ties
 
 from chairlift import LLM, SamplingParams
 from chairlift.cluster.tensor_parallel.ranks import Ranks
+from mostly_long import mostly_long
 from test_beams import params_of
 from test_default_model import QUESTIONS
 from test_greedy import MODELS
@@ -68,7 +69,7 @@ def compare(ranks: Ranks, folder: Path, ways: dict[str, dict[str, Any]]) -> None
         assert ties(reference, prompts_of(), GREEDY, got) == [], way
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", mostly_long(SOME, 2))
 def test_every_family_has_the_tokens_of_one_rank(two: Ranks, name: str, tmp_path: Path) -> None:
     architecture, config = MODELS[name]
     folder = make_tiny_model(tmp_path, architecture, tokenizer=False, spread_norms=True, **config)
@@ -90,6 +91,7 @@ def test_two_kv_heads_are_repeated_on_four_ranks(four: Ranks, tiny_model: Path) 
     compare(four, tiny_model, {"preempted, overlapped, chunked": CHUNKED})
 
 
+@pytest.mark.long
 def test_every_way_to_run_has_the_tokens_of_one_rank(two: Ranks, tiny_model: Path) -> None:
     compare(two, tiny_model, dict(list(WAYS.items())[:3]))
 
@@ -115,6 +117,7 @@ def test_a_shared_prompt_is_read_from_the_prefix_cache(two: Ranks, tiny_model: P
     assert got == answers(LLM(str(tiny_model), progress=False), again, GREEDY)
 
 
+@pytest.mark.long
 def test_evicted_blocks_come_back_from_host_memory(two: Ranks, tiny_model: Path) -> None:
     settings = {"max_length": 128, "kv_tokens": 128, "host_tokens": 512}
     prompts = [[token] * 60 for token in range(5, 9)]

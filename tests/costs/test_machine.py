@@ -40,6 +40,7 @@ def test_the_command_writes_a_file_and_prints_tables(tiny_model: Path, tmp_path:
     assert found["launch_s"] is found["to_device_bytes_s"] is found["to_host_bytes_s"] is None
 
 
+@pytest.mark.long
 def test_a_missing_folder_is_an_error_before_anything_is_measured(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "nowhere" / "machine.json"))
     assert done.returncode == 1 and "no such folder" in done.stderr

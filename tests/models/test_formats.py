@@ -22,6 +22,7 @@ from chairlift.models.loader import Quantizing
 from chairlift.ops.dense import Dense
 from chairlift.ops.fp8 import Fp8
 from chairlift.ops.grouped import Grouped
+from mostly_long import mostly_long
 
 CPU = torch.device("cpu")
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -60,7 +61,7 @@ def test_numbers_and_answers_are_those_of_the_dense_model(form: str, folders: An
     assert answers(quantized, dtype="float32") == answers(plain)
 
 
-@EACH
+@pytest.mark.parametrize("form", mostly_long(FORMATS, 8))
 def test_a_cpu_multiplies_integers_as_they_are(form: str, folders: Any) -> None:
     """Logits are near those of the numbers; the bytes that a step reads are the checkpoint's."""
     found = {}
@@ -135,9 +136,8 @@ def test_the_kind_of_weight_follows_the_scales(folders: Any) -> None:
     assert kinds == {"fp8 tensor": Fp8, "w8a8 fp8": Fp8, "fp8 blocks": Grouped, "w4a16": Grouped}
 
 
-@pytest.mark.parametrize(
-    "form", ["w4a16 zeros", *(pytest.param(each, marks=pytest.mark.long) for each in ("awq", "gptq 8", "fp8 blocks"))]
-)
+@pytest.mark.parametrize("form", ["w4a16 zeros", "awq", "gptq 8", "fp8 blocks"])
+@pytest.mark.long
 def test_two_ranks_answer_as_one(form: str, folders: Any) -> None:
     quantized, plain = folders(form)
     assert answers(quantized, tensor_parallel=2, dtype="float32") == answers(plain)

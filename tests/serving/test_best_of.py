@@ -15,6 +15,7 @@ from running import Running, keys_file, running
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import RequestError
 from chairlift.offline.batch import run_batch
+from mostly_long import mostly_long
 
 PROMPT = "The chairlift never stops"
 MESSAGES: Any = [{"role": "user", "content": "What is the answer?"}]
@@ -269,7 +270,7 @@ def test_what_cannot_be_done_is_a_bad_request_with_a_reason(
 
 
 @pytest.mark.parametrize("search", [{"n": 2}, {"n": 2, "use_beam_search": True}], ids=["drawn", "beams"])
-@pytest.mark.parametrize("call", [complete, chat])
+@pytest.mark.parametrize("call", mostly_long([complete, chat]))
 def test_a_client_that_leaves_takes_all_answers_along(
     slow: Running, call: Callable[..., Any], search: dict[str, Any]
 ) -> None:

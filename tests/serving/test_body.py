@@ -60,6 +60,7 @@ def test_random_bytes_raise_nothing_but_body_errors(raw: bytes) -> None:
             assert "\n" not in str(error) and str(error)
 
 
+@pytest.mark.long
 @given(OBJECTS, TEXT, VALUES, VALUES, st.booleans())
 def test_a_key_that_comes_twice_is_refused_wherever_it_is(
     outer: dict[str, Any], key: str, first: Any, second: Any, ascii_only: bool

@@ -18,6 +18,8 @@ import pytest
 from raw_http import COMPLETION, connected, in_chunks, post, read_all, read_reply
 from running import Running, keys_file, running
 
+from mostly_long import mostly_long
+
 ONE = {"prompt": "Hello", "max_tokens": 1}
 BIG = {"prompt": "Hello", "max_tokens": 400, "n": 20, "logprobs": 64}  # 8 MB: a socket's buffer takes 4 at most
 
@@ -232,7 +234,7 @@ def keyed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         adds_up(server)
 
 
-@pytest.mark.parametrize("key", [None, "sk-key-of-alice"])
+@pytest.mark.parametrize("key", mostly_long(["sk-key-of-alice", None]))
 @pytest.mark.parametrize("clients", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_bodies_in_chunks_of_a_byte_cost_next_to_nothing(keyed: Running, key: str | None, clients: int) -> None:
     raw = in_chunks(b"x" * 150_000, 1, key)

@@ -249,6 +249,7 @@ def slow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("slow") / "llama", chat_template=template)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_engine_that_dies_while_a_prompt_is_tokenized_costs_that_request_an_error(
     slow_template: Path, tmp_path: Path, stream: bool
@@ -285,6 +286,7 @@ def test_an_engine_that_stands_still_is_unhealthy_and_well_again_when_it_goes_on
         assert server.engine_pid() == pid, "it was not to be replaced so soon"
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_holds_nobody_up(tiny_model: Path) -> None:
     with running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_STEP": "0.001"}) as server:
 

@@ -331,6 +331,7 @@ async def kill_under_load(router: Running, servers: list[Running], doomed: Runni
     return list(await asyncio.gather(*(client.read_all() for client in clients)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
 def test_a_killed_router_leaves_nothing_at_the_servers(servers: list[Running], times: int) -> None:
     for _ in range(times):

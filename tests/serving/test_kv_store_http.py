@@ -16,7 +16,7 @@ from test_replicas import by_replica, settled
 from tiny import make_tiny_model
 
 COMPLETION = "/v1/completions"
-pytestmark = needs_redis
+pytestmark = [needs_redis, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

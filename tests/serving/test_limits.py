@@ -281,6 +281,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "cert.pem", folder / "key.pem"
 
 
+@pytest.mark.long
 def test_a_server_with_a_certificate_speaks_https_alone(tiny_model: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     trust = ssl.create_default_context(cafile=str(cert))

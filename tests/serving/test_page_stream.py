@@ -30,6 +30,7 @@ from chairlift.serving.assets import asset
 from chairlift.serving.messages import Watch
 from chairlift.serving.page import MOST_UNREAD, MOST_VIEWERS, Page, Viewer
 from chairlift.serving.watching import Watching
+from mostly_long import mostly_long
 
 SECRET = "zebra zebra zebra"
 
@@ -91,6 +92,7 @@ def test_no_file_names_another_server_or_parses_text_as_markup() -> None:
         assert len(text.splitlines()) < 300, file.name
 
 
+@pytest.mark.long
 def test_without_the_page_there_is_nothing_of_it(tiny_model: Path) -> None:
     with running(tiny_model, "--no-ui", fake=True) as server:
         for path in ("/", "/ui/main.js", "/ui/events"):
@@ -157,6 +159,7 @@ def test_only_an_admin_may_read_the_stream_and_anyone_the_page(tiny_model: Path,
             assert until(stream, "start")
 
 
+@pytest.mark.long
 def test_pages_are_bounded_and_a_server_that_stops_ends_them(tiny_model: Path) -> None:
     with running(tiny_model, "--grace", "20", fake=True) as server:
         client = httpx.Client(timeout=30, limits=httpx.Limits(max_connections=None))
@@ -333,7 +336,7 @@ def test_an_engine_goes_on_when_its_steps_cannot_be_recorded(bad_call: int) -> N
 # ---- recordings
 
 
-@pytest.mark.parametrize("content", ["", "hello\n", '{"kind": "other"}\n', "[1]\n", "\xff\n"])
+@pytest.mark.parametrize("content", mostly_long(["hello\n", "", '{"kind": "other"}\n', "[1]\n", "\xff\n"]))
 def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(content, encoding="latin-1")

@@ -31,6 +31,7 @@ def recorded(path: Path, *requests: Served, key: bytes = KEY) -> None:
     recording.close()
 
 
+@pytest.mark.long
 def test_a_server_records_its_requests_for_the_simulator_and_never_their_content(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -292,6 +292,7 @@ def test_each_model_answers_under_its_name_with_its_own_weights(models: Running)
     assert unnamed.json()["model"] == "one", "the first serves requests that name none"
 
 
+@pytest.mark.long
 def test_each_model_has_limits_tokenizer_routes_and_metrics_of_its_own(models: Running) -> None:
     long = {"prompt": [5] * 300, "max_tokens": 2}
     assert models.post(COMPLETION, {**long, "model": "one"}).status_code == 200

@@ -25,6 +25,8 @@ from tiny import make_tiny_model
 COMPLETION = "/v1/completions"
 FLAGS = ("--kv-tokens", "8192", "--log-level", "error")
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def one(tiny_model: Path) -> Iterator[Running]:

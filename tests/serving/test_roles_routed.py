@@ -17,6 +17,8 @@ from test_roles import COMPLETION, FLAGS, ask, body_of, refused
 
 from chairlift.serving.sending import PROOF, SEND_TO, proof_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -149,6 +149,7 @@ def test_tenants_share_by_weight_whoever_asks_more(tiny_model: Path, keys: str) 
         assert server.metric("tenant_service_tokens", tenant="alice") == 0, "who is away has no account"
 
 
+@pytest.mark.long
 def test_the_earliest_deadline_goes_first_be_it_the_request_s_or_its_tenant_s(tiny_model: Path, keys: str) -> None:
     flags = ("--policy", "deadline", "--api-keys", keys, "--max-waiting", "50")
     with running(tiny_model, *flags, fake=True, environment=ONE_SEAT) as server, ThreadPoolExecutor(8) as pool:

@@ -20,6 +20,7 @@ from chairlift.core.params import SamplingParams
 from chairlift.openai.options import Options
 from chairlift.serving import scores
 from chairlift.serving.generation import EncodedPrompt
+from mostly_long import mostly_long
 from tiny import make_tiny_model
 
 CHAT, COMPLETION, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -99,7 +100,7 @@ def test_the_end_of_a_text_of_any_length_can_be_asked_for(server: Running) -> No
     [("roomy", 1_200_000, 2), pytest.param("endless", 8_000_000, 6, marks=pytest.mark.long)],
     ids=["2 of 1 MB", "6 of 8 MB"],
 )
-@pytest.mark.parametrize("path", [COMPLETION, TOKENIZE])
+@pytest.mark.parametrize("path", mostly_long([TOKENIZE, COMPLETION]))
 def test_long_texts_that_might_fit_are_read_beside_the_event_loop(
     request: pytest.FixtureRequest, path: str, name: str, size: int, count: int
 ) -> None:

@@ -257,6 +257,7 @@ def test_what_waits_is_bounded_and_is_dropped_when_its_client_leaves(
     with_pool(tokenizer, use)
 
 
+@pytest.mark.long
 def test_a_process_that_has_grown_is_replaced(tokenizer: Tokenizer) -> None:
     async def use(pool: TextPool) -> tuple[list[int], list[int]]:
         await pool.do(Encode(["x y z " * 300_000], Room(1 << 30)))
@@ -274,6 +275,7 @@ def test_a_pool_whose_process_cannot_be_started_says_so(tokenizer: Tokenizer, mo
         with_pool(tokenizer, lambda pool: pool.do(JOBS["a text"]))
 
 
+@pytest.mark.long
 def test_the_processes_end_with_one_that_was_killed(tiny_model: Path) -> None:
     source = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom chairlift.text.tokenizer import Tokenizer\n"

@@ -1,0 +1,15 @@
+"""Which values of a test run in `make test`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def mostly_long(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """The first values as they are; the others are long: they run in `make test-all` alone."""
+    found = list(values)
+    rest = [value if isinstance(value, tuple) else (value,) for value in found[count:]]
+    return [*found[:count], *(pytest.param(*value, marks=pytest.mark.long) for value in rest)]
