@@ -14,6 +14,7 @@ import pytest
 from chairlift.core.errors import ChairliftError
 from chairlift.serving.keys import Keyring
 from chairlift.traffic import traces, workloads
+from mostly_long import mostly_long
 from spoil import spoil_bytes, spoil_json
 
 KEYS = """
@@ -108,7 +109,7 @@ CASES: dict[str, tuple[str, bytes, Callable[[random.Random, bytes], bytes], Call
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", mostly_long(CASES, 2))
 def test_a_spoiled_file_is_read_or_is_one_error_of_one_line(tmp_path: Path, kind: str) -> None:
     name, content, spoil, read = CASES[kind]
     path = tmp_path / name

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from chairlift.bench.chat import Chat, ChatResult, Turn, agreement, chat_table, measure, summarize
 from chairlift.core.errors import ChairliftError
+from mostly_long import mostly_long
 from tiny import make_tiny_model
 
 BLOCK = 16
@@ -37,7 +38,7 @@ def said(*answers: list[int]) -> ChatResult:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"overlap": True}, {"max_sequences": 4}, {"batching": "static"}, {"policy": "longest-prefix"}],
+    mostly_long([{"overlap": True}, {}, {"max_sequences": 4}, {"batching": "static"}, {"policy": "longest-prefix"}]),
     ids=str,
 )
 def test_with_the_cache_little_more_than_new_tokens_is_computed(model: str, settings: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ def test_a_kv_dtype_is_compared_with_the_model_s_own(tiny_model: Path) -> None:
     assert narrow.perplexity == pytest.approx(exact.perplexity, rel=0.1)
 
 
+@pytest.mark.long
 def test_rounding_while_loading_is_compared_with_the_model_as_it_is(tiny_model: Path) -> None:
     found = quality.measure(str(tiny_model), WORDS, {"quantization": "int8", "kv_dtype": "int8"}, repeat=0)
     assert [each.name for each in found] == ["float32", "int8", "int8, KV int8"]

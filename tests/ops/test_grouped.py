@@ -155,7 +155,7 @@ KERNELS = pytest.importorskip("triton") and pytest.mark.parametrize("dtype", DTY
 
 
 @KERNELS
-@pytest.mark.parametrize("group", [32, 64, 128, 256], ids=["32", "64", "128", "whole rows"])
+@pytest.mark.parametrize("group", mostly_long([32, 128, 64, 256], 2), ids=["32", "128", "64", "whole rows"])
 @pytest.mark.parametrize("rows", [1, 3])
 @KINDS
 def test_few_rows_match(code: Code, zeros: bool, rows: int, group: int, dtype: torch.dtype) -> None:
@@ -164,7 +164,7 @@ def test_few_rows_match(code: Code, zeros: bool, rows: int, group: int, dtype: t
 
 
 @KERNELS
-@pytest.mark.parametrize("gate", [None, SILU, GELU_TANH], ids=["plain", "silu", "gelu"])
+@pytest.mark.parametrize("gate", mostly_long([SILU, None, GELU_TANH]), ids=["silu", "plain", "gelu"])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("code", [Code.INT4, Code.FP8, Code.FP4])
 @pytest.mark.parametrize("rows", [1, 9])

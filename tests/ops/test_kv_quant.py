@@ -17,7 +17,7 @@ from chairlift.ops.rotate import rotate_and_store
 
 SHAPES = [
     (4, 4, 32),
-    (2, 2, 80),
+    pytest.param(2, 2, 80, marks=pytest.mark.long),
     *(pytest.param(*shape, marks=pytest.mark.long) for shape in ((9, 3, 64), (8, 1, 128))),
 ]
 NARROW = pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from mostly_long import mostly_long
+
 pytest.importorskip("triton")
 
 from chairlift.execution.sharing import Grouping
@@ -89,7 +91,7 @@ def test_other_head_sizes_match(heads: int, kv_heads: int, dim: int, window: int
     assert close(got, paged_attention_reference(qkv, heads, cache, 1, batch, window))
 
 
-@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("capped", mostly_long([True, False]))
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
@@ -128,7 +130,9 @@ def make_narrow(blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> KvC
     ],
 )
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES.values(), ids=KV_DTYPES.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize(
+    "dtype", mostly_long([torch.float32, torch.bfloat16, torch.float16]), ids=["f32", "bf16", "f16"]
+)
 def test_attention_over_8_bits_matches(
     heads: int,
     kv_heads: int,

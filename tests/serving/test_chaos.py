@@ -72,7 +72,7 @@ def server(tiny_model: Path) -> Iterator[Running]:
         yield found
 
 
-@pytest.mark.parametrize("clients", [150, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("clients", [40, pytest.param(2000, marks=pytest.mark.long)])
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Running, clients: int) -> None:
     chance = random.Random(1)
 

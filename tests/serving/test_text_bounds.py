@@ -95,6 +95,7 @@ def test_the_end_of_a_text_of_any_length_can_be_asked_for(server: Running) -> No
     assert probe.worst < 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "size", "count"),
     [("roomy", 1_200_000, 2), pytest.param("endless", 8_000_000, 6, marks=pytest.mark.long)],
@@ -264,6 +265,7 @@ def test_a_reply_as_large_as_may_be_is_written_beside_the_event_loop(scoring: Ru
     assert probe.memory < 1500, "MiB"
 
 
+@pytest.mark.long
 def test_a_large_reply_says_what_small_ones_say(scoring: Running) -> None:
     """One is written by a text process, the others on the event loop."""
     body = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 5, "logprobs": 3}

@@ -24,6 +24,7 @@ from chairlift.serving.text_jobs import Chat, Detokenize, Encode, Encoded, Job, 
 from chairlift.serving.text_pool import TextPool
 from chairlift.serving.text_process import PIECE
 from chairlift.text.tokenizer import Tokenizer
+from mostly_long import mostly_long
 
 T = TypeVar("T")
 ROOM = Room(10_000)
@@ -79,7 +80,7 @@ JOBS: dict[str, Job] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", mostly_long(JOBS, 5))
 def test_a_job_has_the_result_that_it_has_in_this_process(tokenizer: Tokenizer, name: str) -> None:
     found = with_pool(tokenizer, lambda pool: pool.do(JOBS[name]))
     here = perform(JOBS[name], tokenizer)

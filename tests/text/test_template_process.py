@@ -19,6 +19,7 @@ import pytest
 from chairlift.core.errors import RequestError
 from chairlift.text.template import render
 from chairlift.text.template_process import TemplateProcess, render_confined
+from mostly_long import mostly_long
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{{ more }}"
 HELLO = [{"role": "user", "content": "Zürich 🚡 \ud83d & <b>"}]
@@ -58,7 +59,7 @@ RUNAWAYS = {
 }
 
 
-@pytest.mark.parametrize("template", RUNAWAYS.values(), ids=RUNAWAYS)
+@pytest.mark.parametrize("template", mostly_long(RUNAWAYS.values(), 4), ids=RUNAWAYS)
 def test_a_template_that_runs_away_ends_with_a_reason(process: TemplateProcess, template: str) -> None:
     begun = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -123,6 +123,7 @@ def test_pausing_stepping_and_zooming_work_with_the_keyboard_and_the_buttons(bro
         visit.check(host_of(server))
 
 
+@pytest.mark.long
 def test_the_pointer_tells_the_request_its_lengths_and_its_times(browser: Any, server: Running) -> None:
     with busy(server), visiting(browser, server.url) as visit:
         visit.until("histories[0]?.cursor > 200")
@@ -398,6 +399,7 @@ def test_a_simulated_run_opens_in_the_same_page_with_its_replicas_side_by_side(b
         visit.check(urlsplit(url).netloc)
 
 
+@pytest.mark.long
 def test_a_live_run_can_be_saved_and_opened_again(browser: Any, server: Running, tmp_path: Path) -> None:
     with busy(server), visiting(browser, server.url) as visit:
         visit.until("histories[0]?.cursor > 100")

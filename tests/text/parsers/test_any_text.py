@@ -97,6 +97,7 @@ def test_deep_nesting_is_not_followed(dialect: str) -> None:
                     assert "\\" in arguments or arguments.count(bracket) <= MAX_DEPTH
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_long_answer_costs_as_much_per_character_as_a_short_one(dialect: str) -> None:
     one = next(answer for answer in ANSWERS[dialect] if answer.case == "one call")
