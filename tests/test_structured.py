@@ -161,6 +161,14 @@ def test_an_escaped_name_does_not_count_as_another_one(model: Path, schema: dict
         assert (grammar.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_whole, text
 
 
+def test_a_schema_of_too_many_levels_is_refused(llm: LLM) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(180):
+        schema = {"type": "object", "properties": {f"level {level}": schema}}
+    with pytest.raises(RequestError, match="structured: json cannot be used: recursion limit exceeded"):
+        llm.generate([PROMPT], structured={"json": schema}, progress=False)
+
+
 def test_parts_that_are_joined_do_not_forbid_one_another(llm: LLM) -> None:
     parts = [{"properties": {name: {"type": "boolean"}}, "required": [name], "type": "object"} for name in "ab"]
     params = SamplingParams(structured={"json": {"allOf": parts, "maxProperties": 2}}, seed=1, n=4, max_tokens=200)

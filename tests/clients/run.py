@@ -22,15 +22,9 @@ sys.path[:0] = [str(HERE.parent / "serving")]
 from running import running  # noqa: E402
 
 MODEL = "smollm2-135m"
-ENVIRONMENTS = {
-    **dict.fromkeys(
-        ("openai", "anthropic", "langchain", "llama_index", "litellm", "instructor", "pydantic_ai"), "light"
-    ),
-    "prometheus": "light",
-    "llm": "llm",
-    "aider": "aider",
-    "lm_eval": "lm_eval",
-    "guidellm": "guidellm",
+ENVIRONMENTS = dict.fromkeys(("openai", "anthropic", "langchain", "prometheus"), "light") | {
+    name: name
+    for name in ("llama_index", "litellm", "instructor", "pydantic_ai", "llm", "aider", "lm_eval", "guidellm")
 }
 
 

@@ -383,6 +383,13 @@ def test_an_engine_killed_and_a_server_ended_while_grammars_are_compiled_leave_n
         server.wait_until(lambda: not any(map(runs, processes)), 30)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(levels):
+        schema = {"type": "object", "properties": {str(level): schema}, "required": [str(level)]}
+    return schema
+
+
 HOSTILE: list[dict[str, Any]] = [
     {"regex": "(a|a)*" * 200 + "b"},
     {"regex": "((a{1,50}){1,50}){1,50}"},
@@ -393,6 +400,14 @@ HOSTILE: list[dict[str, Any]] = [
     {"json": {"enum": [f"value {number}" for number in range(15_000)]}},
     {"json": {"allOf": [{"anyOf": [{"type": "string", "maxLength": i + j} for i in range(6)]} for j in range(12)]}},
     {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+    {"json": nested(180)},
+    {"json": nested(300)},
+    {
+        "json": {
+            "$ref": "#/$defs/t",
+            "$defs": {"t": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/t"}}] * 60}},
+        }
+    },
     {"grammar": 'start: a\na: a a | a a a | "x"'},
     {
         "grammar": "start: "

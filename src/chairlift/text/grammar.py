@@ -37,6 +37,13 @@ _COPIED_WITHIN = 0.02  # seconds: grammars that take longer to compile are compi
 
 def source_of(structured: Structured) -> str:
     """Return the grammar in llguidance's language; it is not checked yet."""
+    try:
+        return _source_of(structured)
+    except ValueError as error:  # of llguidance, such as for a schema of 128 levels
+        raise RequestError(f"{structured.what} cannot be used: {one_line(error)}") from None
+
+
+def _source_of(structured: Structured) -> str:
     matcher = _library().LLMatcher
     kind, source = structured.kind, structured.source
     if kind == "json_object":
