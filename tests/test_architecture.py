@@ -84,6 +84,7 @@ MAY_IMPORT = {
         "execution.build",
         "execution.exchange",
         "cluster.tensor_parallel.build",
+        "cluster.tensor_parallel.remote",
         "cluster.kv_store",
         "cluster.kv_transfer",
     },
@@ -168,7 +169,15 @@ def test_imports_go_one_way(part: str) -> None:
 
 
 def test_ranks_stand_on_execution_alone() -> None:
-    may = {"cluster.tensor_parallel", "cluster.parent", "execution", "engine.garbage", "core", "models.division"}
+    may = {
+        "cluster.tensor_parallel",
+        "cluster.parent",
+        "cluster.kv_transfer.wire",
+        "execution",
+        "engine.garbage",
+        "core",
+        "models.division",
+    }
     for module in modules_of("cluster"):
         if module.startswith("chairlift.cluster.tensor_parallel"):
             assert [name for name in ours_in(module) if not is_within(name, may)] == [], module

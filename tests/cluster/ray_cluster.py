@@ -46,24 +46,37 @@ class Raylets:
     cluster: Any
 
     @contextmanager
-    def serving(self, model: Path, on: RayPlan, fake: bool = True, **more: Any) -> Iterator[Running]:
+    def serving(
+        self, model: Path, on: RayPlan, *, fake: bool = True, settings: dict[str, Any] | None = None
+    ) -> Iterator[Running]:
         """The server of `chairlift serve --on ray`; with `fake`, its engines only pretend."""
         command = FAKE if fake else None
-        plan = Plan([ModelPlan("tiny", str(model))], {}, port=0, log_level="warning", engine_command=command, **more)
+        plan = Plan(
+            [ModelPlan("tiny", str(model))], settings or {}, port=0, log_level="warning", engine_command=command
+        )
         arguments = [sys.executable, "-c", _SERVE, msgspec.json.encode([plan, on]).decode()]
         with started(arguments, {"RAY_ADDRESS": self.cluster.address}) as found:
             yield found
 
+    def pids(self, *names: str) -> list[int]:
+        """The processes with a name in their command line."""
+        return [pid for pid in _parents() if any(name in _command(pid) for name in names)]
+
+    def node_of(self, pid: int) -> int:
+        """The raylet whose worker, an actor, is an ancestor of a process."""
+        parents, raylets = _parents(), {raylet_of(node) for node in self.cluster.list_all_nodes()}
+        while pid not in raylets and pid in parents:
+            pid = parents[pid]
+        return pid
+
     def busy(self) -> list[Any]:
         """The nodes other than the first that run a replica's server."""
-        parents = dict(_processes("pid=,ppid="))
-        actors = {parent for pid, parent in parents.items() if "ray.server_process" in _command(pid)}
-        raylets = {parents.get(actor) for actor in actors}
-        return [node for node in self.cluster.worker_nodes if _raylet(node) in raylets]
+        raylets = set(map(self.node_of, self.pids("ray.server_process")))
+        return [node for node in self.cluster.worker_nodes if raylet_of(node) in raylets]
 
     def kill(self, node: Any) -> None:
         """Kill a node's raylet with SIGKILL; Ray ends the rest of the node."""
-        os.kill(_raylet(node), 9)
+        os.kill(raylet_of(node), 9)
         self.cluster.worker_nodes.discard(node)
 
     def add(self) -> None:
@@ -71,13 +84,13 @@ class Raylets:
         self.cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
 
 
-def _raylet(node: Any) -> int:
+def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def _processes(columns: str) -> list[tuple[int, int]]:
-    listed = subprocess.run(["ps", "-eo", columns], capture_output=True, text=True, check=True).stdout
-    return [(int(pid), int(parent)) for pid, parent in map(str.split, listed.splitlines())]
+def _parents() -> dict[int, int]:
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    return {int(pid): int(parent) for pid, parent in map(str.split, listed.splitlines())}
 
 
 def _command(pid: int) -> str:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_cluster import Raylets, raylets
+from ray_cluster import Raylets, raylet_of, raylets
 from running import Running
 from test_chaos import Client, ended_well
 
+from chairlift import LLM, SamplingParams
 from chairlift.cluster.ray.serve import RayPlan
 
 COMPLETION = "/v1/completions"
@@ -93,3 +94,28 @@ def test_replicas_follow_the_queue_from_one_to_three_and_back(cluster: Raylets, 
 
 def finished(server: Running, place: int) -> float:
     return server.metric("router_requests_total", replica=f"replica-{place}", state="finished")
+
+
+@pytest.mark.long
+def test_ranks_on_nodes_of_their_own_give_the_tokens_of_one_rank(cluster: Raylets, tiny_model: Path) -> None:
+    """When the raylet of a rank is killed, the replica is started again on the nodes that are left."""
+    settings = {"dtype": "float32", "kv_tokens": 1024, "tensor_parallel": 2}
+    prompts = ["Hello", "The answer is", "What was the question? " * 8]
+
+    def told(server: Running) -> list[Any]:
+        bodies = [asks(24, prompt=prompt, temperature=0) for prompt in prompts]
+        return [server.post(COMPLETION, body).json()["choices"] for body in bodies]
+
+    with LLM(str(tiny_model), dtype="float32", kv_tokens=1024) as one:
+        found = one.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    expected = [each.outputs[0].text for each in found]
+    with cluster.serving(tiny_model, RayPlan(ranks="spread"), fake=False, settings=settings) as server:
+        nodes = {cluster.node_of(pid) for pid in cluster.pids("rank_process", "ray.server_process")}
+        assert len(nodes) == 2, "both ranks are on one node"
+        assert [choices[0]["text"] for choices in told(server)] == expected
+        doomed = next(node for node in cluster.cluster.worker_nodes if raylet_of(node) in nodes)
+        cluster.kill(doomed)
+        server.wait_until(lambda: not are_well(server, 1))
+        server.wait_until(lambda: are_well(server, 1), 300)
+        assert [choices[0]["text"] for choices in told(server)] == expected
+    cluster.add()

@@ -53,6 +53,7 @@ RARE_OPTIONS = {
     "api_workers",
     "on",
     "replica_cpus",
+    "rank_placement",
     "queued_tokens",
     "routing",
     "max_waiting_tokens",

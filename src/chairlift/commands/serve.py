@@ -85,6 +85,14 @@ def serve(
             "session (by X-Session-Id, prompt_cache_key or user), round-robin. Change it to compare."
         ),
     ] = "cache-aware",
+    rank_placement: Annotated[
+        Literal["node", "pack", "spread"],
+        typer.Option(
+            help="Where the ranks of --tensor-parallel run with --on ray: node (all of a replica on one node), pack "
+            "(on as few nodes as possible), spread (each on its own, if there are enough). Change it when no node has "
+            "enough GPUs."
+        ),
+    ] = "node",
     queued_tokens: Annotated[
         int,
         typer.Option(
@@ -227,6 +235,8 @@ def serve(
         refused = {"--role": role != "both", "--record": record is not None, "--api-workers": api_workers > 1}
         for flag in (name for name, is_set in refused.items() if is_set):
             raise SettingsError(f"{flag} does not work with --on ray yet: leave one of them out")
+        if rank_placement != "node" and len(model) > 1:
+            raise SettingsError("--rank-placement is for a server with one model: start one for each")
     if role in ("prefill", "decode") and cluster_key is None:
         raise SettingsError(f"--role {role} is for a server behind a router: give both the same --cluster-key")
     if (role == "decode") != (kv_listen is not None):
@@ -289,7 +299,9 @@ def serve(
     if on == "ray":
         from chairlift.cluster.ray import serve as on_ray
 
-        sys.exit(on_ray.run(plan, on_ray.RayPlan(least or 1, most or 1, replica_cpus, queued_tokens), say))
+        sys.exit(
+            on_ray.run(plan, on_ray.RayPlan(least or 1, most or 1, replica_cpus, rank_placement, queued_tokens), say)
+        )
     sys.exit(run(plan, say))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from chairlift.cluster.tensor_parallel.remote import Remote
 from chairlift.core.errors import CapacityError, RequestError, SettingsError
 from chairlift.core.settings import Settings
 from chairlift.engine.engine import Engine
@@ -45,6 +46,7 @@ class Job(msgspec.Struct, frozen=True):
     sends: bool = False  # whether it may be asked to send KV blocks to other engines
     cluster_key: str | None = None  # file with the key of connections between hosts
     kv_store: str | None = None  # URL of a Redis server that keeps evicted blocks
+    remote: Remote | None = None  # the ranks on other hosts
 
 
 class BlockEnds(NamedTuple):
@@ -73,7 +75,7 @@ def start(job: Job) -> Started:
     with alone(job):
         settings = share_of(Settings.of(**job.settings), job)
         try:
-            loaded = load_model(job.model, settings, progress=job.progress)
+            loaded = load_model(job.model, settings, progress=job.progress, remote=job.remote)
             compiler = Compiler(lambda: grammars_of(job.model, loaded))
             preparing = compiler.prepare()
             built = assemble(loaded, settings, progress=job.progress)

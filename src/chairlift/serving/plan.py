@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from chairlift.cluster.tensor_parallel.remote import Remote
 from chairlift.core.settings import SchedulingSettings, Settings
 from chairlift.routing.pools import Role
 
@@ -43,6 +44,7 @@ class Plan(msgspec.Struct, frozen=True):
     cluster_key: str | None = None  # file with the key of connections between hosts
     tells_load: bool = False  # to whoever asks whether the server is ready: for a gateway that starts and ends servers
     kv_store: str | None = None  # URL of a Redis server that keeps evicted blocks
+    remote: Remote | None = None  # the ranks of its engine on other hosts
     routing: str = "cache-aware"
     host: str = "127.0.0.1"
     port: int = 8000

@@ -100,6 +100,7 @@ def job_of(plan: Plan, engine: EnginePlan, beat: Beat) -> Job:
         sends=engine.role != "decode" if plan.roles else plan.role != "both",
         cluster_key=plan.cluster_key,
         kv_store=plan.kv_store,
+        remote=plan.remote,
     )
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import ray
 
-from chairlift import __version__
+from chairlift.cluster.ray.ranks import check_version, environment
 from chairlift.cluster.ray.server_process import Job, Report
+from chairlift.cluster.tensor_parallel.remote import Remote
 from chairlift.serving.plan import Plan
 
 log = logging.getLogger("chairlift")
@@ -35,24 +36,24 @@ class Replica:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def start(self, version: str, job: bytes) -> str:
-        """Start the server; return its URL, where it answers when the model is loaded."""
-        if version != __version__:
-            raise RuntimeError(f"this node has Chairlift {__version__}, the driver {version}: install the same")
+    async def start(self, version: str, job: bytes, ranks: list[str], key: str) -> str:
+        """Start the server; return its URL, where it answers when the model is loaded.
+
+        `ranks` are the addresses of the rank hosts of ranks 1 and up, if these are on other nodes, which know the key.
+        """
+        check_version(version)
         given = msgspec.json.decode(job, type=Job)
         host = given.host or ray.util.get_node_ip_address()
         settings = {**given.plan.settings}
-        environment = {**os.environ}
         if given.cpus is not None:
             parts = max(1, int(_own_node().get("CPU", 1.0) // given.cpus))  # replicas that this node has room for
             settings["memory_share"] = (settings.get("memory_share") or _MEMORY_SHARE) / parts
-            names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-            environment |= dict.fromkeys(names, str(max(1, int(given.cpus))))
-        plan: Plan = msgspec.structs.replace(given.plan, host=host, port=0, settings=settings)
+        remote = Remote(ranks, key, host) if ranks else None
+        plan: Plan = msgspec.structs.replace(given.plan, host=host, port=0, settings=settings, remote=remote)
         command = (sys.executable, "-m", "chairlift.cluster.ray.server_process")
         # Not asyncio's: it relies on signals, which the event loop of an actor, in a thread of its own, may not get.
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment(given.cpus))
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(msgspec.structs.replace(given, plan=plan, parent=os.getpid())))
         self._process.stdin.close()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from chairlift import __version__
+from chairlift.cluster.ray.ranks import RankHolder, in_bundle, place
 from chairlift.cluster.ray.replica import Ended, Replica
 from chairlift.core.errors import ChairliftError
 from chairlift.core.words import counted
@@ -35,12 +39,51 @@ def names_of(count: int) -> list[str]:
     return [f"replica-{place}" for place in range(count)]
 
 
+@dataclass(frozen=True, slots=True)
+class Actors:
+    """The actors of one replica, and their place."""
+
+    replica: Any
+    ranks: list[Any]  # 1 and up, if they have actors of their own
+    group: PlacementGroup | None
+
+    def kill(self) -> None:
+        """End them and free their place."""
+        for each in (self.replica, *self.ranks):
+            ray.kill(each)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a replica takes of the cluster."""
+
+    resources: dict[str, float]  # of an actor: CPU, GPU
+    ranks: int = 1  # actors
+    placement: str = "pack"  # of several ranks
+    cpus: float | None = None  # of an actor, for its threads; None: it has GPUs
+    host: str | None = None  # address to listen on; None: the node's
+
+    def make(self) -> Actors:
+        """Ask for the actors of one replica; Ray places them when there is room."""
+        # An actor that asks for no CPU still needs one to be placed, unless it says so.
+        options = {"num_cpus": self.resources.get("CPU", 0), "num_gpus": self.resources.get("GPU", 0)}
+        if self.ranks == 1:
+            return Actors(ray.remote(scheduling_strategy="SPREAD", **options)(Replica).remote(), [], None)
+        group = place(self.ranks, self.resources, self.placement)
+        made = [
+            ray.remote(**options, **in_bundle(group, rank))(RankHolder if rank else Replica).remote()
+            for rank in range(self.ranks)
+        ]
+        return Actors(made[0], made[1:], group)
+
+
 class Replicas:
     """The replicas of a pool, by name: as many as `scale_to` has said last."""
 
-    def __init__(self, pool: Pool, job: bytes, options: dict[str, Any], grace: float) -> None:
-        self._pool, self._job, self._grace = pool, job, grace
-        self._actor = ray.remote(**options)(Replica)
+    def __init__(self, pool: Pool, job: bytes, need: Need, grace: float) -> None:
+        self._pool, self._job, self._need, self._grace = pool, job, need, grace
         self._wanted: list[str] = []
         self._actors: dict[str, Any] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -101,23 +144,31 @@ class Replicas:
 
     async def _run(self, name: str) -> tuple[Ended, bool]:
         """Run a replica until it ends; return how it ended, and whether it has served."""
-        actor = self._actors[name] = self._actor.remote()
+        actors = self._need.make()
+        self._actors[name] = actors.replica
         backend: Backend | None = None
         try:
-            starting = asyncio.ensure_future(actor.start.remote(__version__, self._job))
+            starting = asyncio.ensure_future(self._start(actors))
             done, _ = await asyncio.wait([starting], timeout=_PATIENCE)
             if not done:
                 log.warning("%s waits for a place: `ray status` shows what the cluster lacks", name)
             backend = Backend(await starting, name)
             self._pool.add(backend)
-            ended = msgspec.json.decode(await actor.wait.remote(), type=Ended)
+            ended = await _first_end(actors)
         except RayError as error:
             ended = Ended(_cause(error))
         finally:
             del self._actors[name]
             self._pool.remove(name)
-            ray.kill(actor)
+            actors.kill()
         return ended, backend is not None and self._pool.router.counts[name].finished > 0
+
+    async def _start(self, actors: Actors) -> str:
+        """Start the ranks other than rank 0, then the server; return its URL."""
+        key, need = secrets.token_hex(), self._need
+        starts = (each.start.remote(__version__, key, need.host, need.cpus) for each in actors.ranks)
+        ranks = await asyncio.gather(*starts)
+        return str(await actors.replica.start.remote(__version__, self._job, ranks, key))
 
     async def _retire(self, name: str) -> None:
         """End a replica when its requests have ended, or after the grace time."""
@@ -140,6 +191,20 @@ class Replicas:
             ray.kill(actor)
         await asyncio.wait([task])
         self._tasks.pop(name, None)
+
+
+async def _first_end(actors: Actors) -> Ended:
+    """Wait until the server ends; RayError if an actor does."""
+    server = asyncio.ensure_future(actors.replica.wait.remote())
+    others = [asyncio.ensure_future(each.wait.remote()) for each in actors.ranks]
+    try:
+        done, _ = await asyncio.wait([server, *others], return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+        return msgspec.json.decode(server.result(), type=Ended)
+    finally:
+        for each in (server, *others):
+            each.cancel()
 
 
 def _cause(error: RayError) -> str:

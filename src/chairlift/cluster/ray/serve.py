@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import ray
 
 from chairlift.cluster.ray.connect import connected
-from chairlift.cluster.ray.replicas import Replicas, names_of
+from chairlift.cluster.ray.replicas import Need, Replicas, names_of
 from chairlift.cluster.ray.server_process import Job
 from chairlift.gateway.backend import PROBE_EVERY
 from chairlift.gateway.pool import Pool
@@ -32,6 +31,7 @@ class RayPlan(msgspec.Struct, frozen=True):
     least: int = 1
     most: int = 1
     cpus: float = 1.0  # of a replica where it has no GPUs
+    ranks: str = "node"  # where those of a replica are: all on one node, or each an actor: pack, spread
     queued_tokens: int = 8192  # a replica, above which another is started
     up_after: float = 5.0  # seconds
     down_after: float = 60.0
@@ -96,25 +96,26 @@ def host_of(address: str | None) -> str | None:
 
 def room_for(plan: Plan, on: RayPlan) -> int:
     """Return how many replicas the cluster has room for, one at least."""
-    each, resources = resources_of(plan, on), ray.cluster_resources()
-    kind, taken = ("GPU", each["num_gpus"]) if "num_gpus" in each else ("CPU", each["num_cpus"])
-    return min(MOST, max(1, int(resources.get(kind, 0.0) // taken)))
+    need, resources = need_of(plan, on, None), ray.cluster_resources()
+    rooms = (resources.get(kind, 0.0) // (taken * need.ranks) for kind, taken in need.resources.items())
+    return min(MOST, max(1, int(min(rooms))))
 
 
 def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None) -> Replicas:
     """Return the replicas of a pool, none of which is started; they listen on `host`, or on their nodes' addresses."""
-    options = resources_of(plan, on)
+    need = need_of(plan, on, host)
     level = "warning" if plan.log_level == "info" else plan.log_level  # the gateway has a line for every request
     inner: Plan = msgspec.structs.replace(
         plan, keys=None, key_digest=None, certificate=None, private_key=None, log_level=level, tells_load=True
     )
-    job = Job(inner, read_keyring(plan), host, None if "num_gpus" in options else on.cpus)
-    return Replicas(pool, msgspec.json.encode(job), options, plan.grace)
+    job = Job(inner, read_keyring(plan), host, need.cpus)
+    return Replicas(pool, msgspec.json.encode(job), need, plan.grace)
 
 
-def resources_of(plan: Plan, on: RayPlan) -> dict[str, Any]:
-    """Return what an actor asks the cluster for: a GPU for each rank where the cluster has GPUs, else CPU cores."""
-    device = plan.settings.get("device") or "auto"
-    has_gpus = device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    taken = {"num_gpus": plan.settings.get("tensor_parallel") or 1} if has_gpus else {"num_cpus": on.cpus}
-    return {**taken, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+def need_of(plan: Plan, on: RayPlan, host: str | None) -> Need:
+    """Return what a replica takes: a GPU for each rank where the cluster has GPUs, else CPU cores."""
+    device, ranks = plan.settings.get("device") or "auto", plan.settings.get("tensor_parallel") or 1
+    actors = 1 if on.ranks == "node" else ranks
+    if device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0:
+        return Need({"GPU": ranks / actors}, actors, on.ranks, None, host)
+    return Need({"CPU": on.cpus}, actors, on.ranks, on.cpus, host)

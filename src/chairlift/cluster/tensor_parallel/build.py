@@ -18,6 +18,7 @@ from chairlift.models.division import of_one_rank
 
 if TYPE_CHECKING:
     from chairlift.cluster.tensor_parallel.ranks import Ranks
+    from chairlift.cluster.tensor_parallel.remote import Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,27 @@ def build(model: str, settings: Settings, *, progress: bool = True) -> Built:
     return assemble(load_model(model, settings, progress=progress), settings, progress=progress)
 
 
-def load_model(model: str, settings: Settings, *, progress: bool = True, ranks: Ranks | None = None) -> Loaded:
-    """Find the model and load it, on `ranks` if given, else on as many new ones as the settings say."""
+def load_model(
+    model: str,
+    settings: Settings,
+    *,
+    progress: bool = True,
+    ranks: Ranks | None = None,
+    remote: Remote | None = None,
+) -> Loaded:
+    """Find the model and load it, on `ranks` if given, else on as many new ones as the settings say.
+
+    With `remote`, these are on other hosts.
+    """
     if settings.model.tensor_parallel == 1 and ranks is None:
         return one_rank.load_model(model, settings, progress=progress)
     from chairlift.cluster.tensor_parallel.ranks import Ranks
 
     found = find_model(model, settings, progress=progress)
-    check(found, settings)
-    ranks = ranks or Ranks(settings.model.tensor_parallel, found.device)
-    path = model if found.checkpoint is None else str(found.checkpoint.path)  # it is not fetched again
+    check(found, settings, is_remote=remote is not None)
+    ranks = ranks or Ranks(settings.model.tensor_parallel, found.device, remote)
+    # On this host it is not fetched again.
+    path = model if found.checkpoint is None or ranks.are_remote else str(found.checkpoint.path)
     with ranks.ending_on_error():
         ranks.send({"load": {"model": path, "settings": flat(settings)}})
         loaded = load_found(found, settings, progress=progress, group=ranks.group)
@@ -64,7 +76,7 @@ def assemble(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Bu
     return replace(built, close=ranks.close)
 
 
-def check(found: Found, settings: Settings) -> None:
+def check(found: Found, settings: Settings, *, is_remote: bool = False) -> None:
     """Raise a SettingsError, before a process is started, for settings that several ranks cannot have."""
     count = settings.model.tensor_parallel
     of_one_rank(found.config, count)
@@ -85,7 +97,7 @@ def check(found: Found, settings: Settings) -> None:
             f"device is {found.device} with tensor_parallel {count}, which uses the first GPUs: leave device out and "
             "choose them with CUDA_VISIBLE_DEVICES"
         )
-    if torch.cuda.device_count() < count:
+    if torch.cuda.device_count() < count and not is_remote:
         raise SettingsError(
             f"tensor_parallel is {count}, but torch finds {torch.cuda.device_count()} GPUs here: each rank needs one"
         )

@@ -1,7 +1,7 @@
 """The channel from rank 0 to the other ranks: each message is written once and read by all of them, in order.
 
-On one host it is shared memory, with a pipe to each rank that announces what was written. Ranks on other hosts need
-another Sender and Receiver; nothing else depends on how a message travels.
+On one host it is shared memory, with a pipe to each rank that announces what was written. Ranks on other hosts have
+another Sender and Receiver (remote.py).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The process group is made directly, not as torch's default one: a program that u
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ _CONNECTING = timedelta(seconds=60)  # all ranks have started when the first one
 _LOADING = timedelta(
     hours=12
 )  # a rank waits for the slowest one to load; steps have a deadline of their own (watch.py)
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 dist: Any = torch.distributed  # the stubs lack what is used here
 
 
@@ -78,19 +79,41 @@ class TorchGroup:
             raise LostRankError(f"the connection to another rank was lost ({str(error).splitlines()[0]})") from error
 
 
-def connect(store: str, rank: int, size: int, device: torch.device, board: Board) -> TorchGroup:
-    """Join the group of all ranks, which find each other through the file `store`; waits for all of them."""
-    files = dist.FileStore(store, size)
-    files.set_timeout(_CONNECTING)
+def file_store(path: str, size: int) -> Any:
+    """Return the store through which the ranks of one host find each other, in a file."""
+    return dist.FileStore(path, size)
+
+
+def own_store(host: str, size: int) -> tuple[Any, int]:
+    """Return the store of rank 0 for ranks on other hosts, and its port at this host's address."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()  # torch's, which would listen on all addresses by itself
+    return dist.TCPStore(host, port, size, True, _CONNECTING, False, False, descriptor), port
+
+
+def store_at(host: str, port: int, size: int) -> Any:
+    """Return the store of rank 0 on another host."""
+    return dist.TCPStore(host, port, size, False, _CONNECTING, False)
+
+
+def connect(store: Any, rank: int, size: int, device: torch.device, board: Board, host: str = LOOPBACK) -> TorchGroup:
+    """Join the group of all ranks, which find each other through a store; waits for all of them.
+
+    `host` is the address of this host at which other ranks reach this one.
+    """
+    store.set_timeout(_CONNECTING)
     backend: Any
     try:
         if device.type == "cuda":
-            backend = _nccl(files, rank, size, device)
+            if host == LOOPBACK:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            backend = _nccl(store, rank, size, device)
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = _LOADING
-            backend = dist.ProcessGroupGloo(files, rank, size, options)
+            backend = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise LostRankError(
             f"rank {rank} could not connect to the other ranks: {str(error).splitlines()[0]}"
@@ -101,7 +124,6 @@ def connect(store: str, rank: int, size: int, device: torch.device, board: Board
 
 
 def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks are on one host
     # Without this, torch ends the process when NCCL reports an error; ranks are watched here (watch.py).
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if device.index is not None:

@@ -34,6 +34,10 @@ class Board:
         """Count one operation of this rank."""
         self._counters[self._rank] += 1
 
+    def put(self, rank: int, count: int) -> None:
+        """Set the counter of a rank on another host, as it was reported."""
+        self._counters[rank] = count
+
     def read(self) -> list[int]:
         """Return the counters of all ranks."""
         return self._counters.tolist()

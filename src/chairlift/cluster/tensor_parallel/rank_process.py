@@ -1,6 +1,7 @@
 """The process of one rank other than rank 0: it loads its part of a model and runs the steps that rank 0 sends.
 
-It is started with one argument, a job in JSON. It ends when rank 0 closes the channel or ends, and after any error.
+It is started with one argument, a job in JSON, by rank 0 or, on another host, by a rank host. It ends when rank 0
+closes the channel or ends, and after any error.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -19,8 +23,9 @@ import torch
 
 from chairlift.cluster.parent import die_with_parent
 from chairlift.cluster.tensor_parallel.channel import Receiver, SharedReceiver
-from chairlift.cluster.tensor_parallel.group import LostRankError, TorchGroup, connect
-from chairlift.cluster.tensor_parallel.memory import Board
+from chairlift.cluster.tensor_parallel.group import LostRankError, TorchGroup, connect, file_store, store_at
+from chairlift.cluster.tensor_parallel.memory import Board, make_memory
+from chairlift.cluster.tensor_parallel.remote import SocketReceiver
 from chairlift.core.errors import ChairliftError
 from chairlift.core.settings import Settings
 from chairlift.core.step import Step
@@ -31,6 +36,7 @@ from chairlift.execution.executor import LaunchedStep, TorchExecutor
 
 log = logging.getLogger("chairlift")
 
+_PROGRESS_SECONDS = 0.25
 _decode = msgspec.msgpack.decode
 
 
@@ -87,18 +93,46 @@ class Follower:
         freeze_loaded()  # all ranks wait for one that collects garbage in a step
 
 
+def report_progress(board: Board, rank: int, reports: Reports) -> None:
+    """Tell rank 0 on another host how far this rank has come, while that changes."""
+    told = 0
+    while True:
+        time.sleep(_PROGRESS_SECONDS)
+        if (count := board.read()[rank]) != told:
+            reports.say(at=count)
+            told = count
+
+
+def open_ends(job: dict[str, Any]) -> tuple[Reports, Receiver, Board]:
+    """Return this process's ends of what connects it with rank 0."""
+    rank = job["rank"]
+    if "link" not in job:
+        return Reports(job["reports"]), SharedReceiver(job["memory"], job["bell"], rank - 1), Board(job["board"], rank)
+    link = socket.socket(fileno=job["link"])
+    reports, board = Reports(link.fileno()), Board(make_memory(Board.size(job["size"])), rank)
+    threading.Thread(target=report_progress, args=(board, rank, reports), daemon=True).start()
+    return reports, SocketReceiver(link), board
+
+
+def join(job: dict[str, Any], device: torch.device, board: Board) -> TorchGroup:
+    """Join the group of all ranks."""
+    rank, size = job["rank"], job["size"]
+    if "link" not in job:
+        return connect(file_store(f"/proc/self/fd/{job['store']}", size), rank, size, device, board)
+    return connect(store_at(job["store"][0], job["store"][1], size), rank, size, device, board, job["own"])
+
+
 def main() -> None:
     """Join the group, then serve."""
     job = json.loads(sys.argv[1])
     die_with_parent(job["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal reaches all processes; rank 0 handles it
-    reports, rank = Reports(job["reports"]), job["rank"]
+    rank = job["rank"]
     device = torch.device("cuda", 0) if job["device"] == "cuda" else torch.device("cpu")
+    reports, receiver, board = open_ends(job)
     try:
-        board = Board(job["board"], rank)
-        receiver = SharedReceiver(job["memory"], job["bell"], rank - 1)
         reports.say(started=True)
-        group = connect(f"/proc/self/fd/{job['store']}", rank, job["size"], device, board)
+        group = join(job, device, board)
         Follower(group, receiver, reports).run()
     except LostRankError as error:
         reports.say(lost=one_line(error))

@@ -14,8 +14,9 @@ import numba
 import torch
 
 from chairlift.cluster.tensor_parallel.channel import SharedSender
-from chairlift.cluster.tensor_parallel.group import connect
+from chairlift.cluster.tensor_parallel.group import LOOPBACK, connect, file_store, own_store
 from chairlift.cluster.tensor_parallel.memory import Board, make_memory
+from chairlift.cluster.tensor_parallel.remote import RankJob, Remote, RemoteProcess, SocketSender, call, frame
 from chairlift.cluster.tensor_parallel.watch import RankProcess, Watch
 from chairlift.core.errors import ChairliftError, DeviceError, SettingsError
 
@@ -24,31 +25,55 @@ _encode = msgspec.msgpack.encode
 
 
 class Ranks:
-    """Ranks 1 and up, each a process on this host; rank 0 is this process.
+    """Ranks 1 and up, each a process on this host or, with `remote`, on another one; rank 0 is this process.
 
     They load models and run steps as `send` says, and end with `close` or with this process.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, remote: Remote | None = None) -> None:
         if sys.platform != "linux":
             raise SettingsError(f"tensor_parallel is {size}, which needs Linux: use 1")
         self.on_fault: Callable[[str], None] = lambda _reason: None  # called by the watching thread
         self._is_closed = False
         self._threads = torch.get_num_threads()
-        threads = max(1, self._threads // size) if device.type == "cpu" else self._threads
-        self._sender = SharedSender(size - 1)
-        # The store stays open: torch opens it by this number until it collects the group, at any later time.
-        store, board = make_memory(0), make_memory(Board.size(size))
+        self.are_remote = remote is not None
+        self._sender: SharedSender | SocketSender
+        shares = device.type == "cpu" and remote is None
+        threads = max(1, self._threads // size) if shares else self._threads
+        board = make_memory(Board.size(size))
         own_board = Board(board, 0)
-        shared = [self._sender.descriptor, board, store]
-        processes = [self._process(rank, size, device, threads, shared) for rank in range(1, size)]
+        if remote is None:
+            store, processes = self._start_here(size, device, threads, board)
+        else:
+            store, processes = self._start_there(size, device, remote)
         self.watch = Watch(processes, own_board, self._has_fault)
-        for descriptor in (self._sender.descriptor, board):
-            os.close(descriptor)
+        os.close(board)
         with self.ending_on_error():
             _use_threads(threads)
             self.watch.wait_for("started")
-            self.group = connect(f"/proc/self/fd/{store}", 0, size, device, own_board)
+            self.group = connect(store, 0, size, device, own_board, LOOPBACK if remote is None else remote.own)
+
+    def _start_here(self, size: int, device: torch.device, threads: int, board: int) -> tuple[Any, list[RankProcess]]:
+        """Return the store of the group and the processes to start on this host."""
+        self._sender = sender = SharedSender(size - 1)
+        # The store stays open: torch opens it by this number until it collects the group, at any later time.
+        store = make_memory(0)
+        shared = [sender.descriptor, board, store]
+        processes = [self._process(sender, rank, size, device, threads, shared) for rank in range(1, size)]
+        os.close(sender.descriptor)
+        return file_store(f"/proc/self/fd/{store}", size), processes
+
+    def _start_there(self, size: int, device: torch.device, remote: Remote) -> tuple[Any, list[RankProcess]]:
+        """Return the store of the group and the processes that rank hosts have started."""
+        links = call(remote)
+        self._sender = SocketSender(links)
+        store, port = own_store(remote.own, size)
+        for rank, link in enumerate(links, 1):
+            link.sendall(frame(msgspec.json.encode(RankJob(rank, size, device.type == "cuda", remote.own, port))))
+        return store, [
+            RankProcess(rank, [], {}, [], os.dup(link.fileno()), RemoteProcess(link))
+            for rank, link in enumerate(links, 1)
+        ]
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
@@ -94,11 +119,13 @@ class Ranks:
             self.group.abort()
         self.on_fault(reason)
 
-    def _process(self, rank: int, size: int, device: torch.device, threads: int, shared: list[int]) -> RankProcess:
+    def _process(
+        self, sender: SharedSender, rank: int, size: int, device: torch.device, threads: int, shared: list[int]
+    ) -> RankProcess:
         reading, writing = os.pipe()
         memory, board, store = map(os.dup, shared)
         inherited = {"memory": memory, "board": board, "store": store, "reports": writing}
-        inherited["bell"] = self._sender.bells[rank - 1]
+        inherited["bell"] = sender.bells[rank - 1]
         job = {"rank": rank, "size": size, "device": device.type, "parent": os.getpid(), **inherited}
         environment = {**os.environ, **_environment(rank, device, threads)}
         return RankProcess(rank, [*_COMMAND, json.dumps(job)], environment, list(inherited.values()), reading)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.cluster.tensor_parallel.memory import Board
+from chairlift.cluster.tensor_parallel.remote import RemoteProcess
 from chairlift.core.errors import DeviceError
 
 log = logging.getLogger("chairlift")
@@ -40,7 +41,7 @@ class RankProcess:
     environment: dict[str, str]
     descriptors: list[int]  # that it inherits; they are closed here once it runs
     reports: int  # the reading end of a pipe that the process alone writes to
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | RemoteProcess | None = None  # one on another host runs from the beginning
     heard: bytes = b""
     said: list[dict[str, Any]] = field(default_factory=list)
 
@@ -130,6 +131,8 @@ class Watch:
                     each.process.wait()
 
     def _start(self, each: RankProcess) -> None:
+        if each.process is not None:
+            return
         each.process = subprocess.Popen(
             each.command,
             env=each.environment,
@@ -160,12 +163,19 @@ class Watch:
 
     def _hear(self, each: RankProcess) -> bool:
         """Read a rank's reports; return whether its process still runs."""
-        arrived = os.read(each.reports, 1 << 16)
+        try:
+            arrived = os.read(each.reports, 1 << 16)
+        except ConnectionError:  # of a rank on another host
+            return False
         if not arrived:
             return False
         *lines, each.heard = (each.heard + arrived).split(b"\n")
         with self._changed:
-            each.said += map(json.loads, lines)
+            for said in map(json.loads, lines):
+                if "at" in said:
+                    self._board.put(each.rank, said["at"])
+                else:
+                    each.said.append(said)
             self._changed.notify_all()
         return True
 
@@ -191,6 +201,8 @@ class Watch:
                 causes.append((0, f"{name}: {errors[0]}"))
             elif lost:
                 causes.append((2, f"{name}: {lost[0]}"))
+            elif isinstance(each.process, RemoteProcess):
+                causes.append((1, f"{name}: its process or its host has ended"))
             else:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
                 causes.append((1, f"{name} {how}"))

@@ -1,0 +1,88 @@
+"""Ranks that are reached over TCP, as on other hosts: the same tokens, and the same end when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import answers, llm_on
+
+from chairlift import LLM, SamplingParams
+from chairlift.cluster.tensor_parallel.rank_host import RankHost
+from chairlift.cluster.tensor_parallel.ranks import Ranks
+from chairlift.cluster.tensor_parallel.remote import Remote
+from chairlift.core.errors import ChairliftError
+
+LOOPBACK, KEY = "127.0.0.1", "a key that the hosts know"
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 12, 7], list(range(20, 90)), [3] * 40]
+
+
+@pytest.fixture
+def host() -> Iterator[RankHost]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    found = RankHost(LOOPBACK, KEY, {**os.environ, **threads})
+    yield found
+    found.close()
+
+
+def remote(*hosts: RankHost, key: str = KEY) -> Remote:
+    return Remote([host.address for host in hosts], key, LOOPBACK)
+
+
+def test_tokens_on_remote_ranks_equal_those_of_one_rank_and_a_host_takes_a_second_engine(
+    host: RankHost, tiny_model: Path
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    settings = {"dtype": "float32", "kv_tokens": 512}
+    with LLM(str(tiny_model), **settings) as one:
+        expected = answers(one, PROMPTS, params)
+    for _ in range(2):
+        ranks = Ranks(2, CPU, remote(host))
+        with llm_on(ranks, tiny_model, **settings) as llm:
+            assert answers(llm, PROMPTS, params) == expected
+        ranks.close()
+
+
+def test_a_remote_rank_that_is_killed_ends_the_engine_with_an_error_that_names_it(
+    host: RankHost, tiny_model: Path
+) -> None:
+    ranks = Ranks(2, CPU, remote(host))
+    with llm_on(ranks, tiny_model, dtype="float32", kv_tokens=512) as llm:
+        answers(llm, PROMPTS, SamplingParams(max_tokens=4))
+        assert host.pid is not None
+        os.kill(host.pid, signal.SIGKILL)
+        with pytest.raises(ChairliftError, match="rank 1 of 2: its process or its host has ended"):
+            answers(llm, PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+    ranks.close()
+
+
+def test_another_key_is_refused(host: RankHost) -> None:
+    with pytest.raises(ChairliftError, match="rank 1 of 2"):
+        Ranks(2, CPU, remote(host, key="another key"))
+
+
+def test_a_host_that_is_not_there_is_an_error_that_names_the_rank(host: RankHost) -> None:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        nowhere = f"{LOOPBACK}:{free.getsockname()[1]}"
+    with pytest.raises(ChairliftError, match=f"rank 2 of 3: tcp:{nowhere} cannot be reached"):
+        Ranks(3, CPU, Remote([host.address, nowhere], KEY, LOOPBACK))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 100])
+def test_what_does_not_prove_the_key_starts_nothing(host: RankHost, sent: bytes) -> None:
+    name, port = host.address.split(":")
+    with socket.create_connection((name, int(port))) as link:
+        link.sendall(sent)
+        link.shutdown(socket.SHUT_WR)
+        link.settimeout(20)
+        with suppress(ConnectionResetError):  # it closes with bytes of ours that it has not read
+            while link.recv(1024):  # its random number, then the end
+                pass
+    assert host.pid is None
