@@ -18,7 +18,7 @@ def counts(found: Scaling, loads: list[Load], start: float = 0) -> list[int]:
 
 
 def test_the_example() -> None:
-    assert doctest.testmod(scaling) == (0, 3)
+    assert doctest.testmod(scaling) == (0, 4)
 
 
 def test_a_short_burst_starts_nothing() -> None:

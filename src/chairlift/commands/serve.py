@@ -203,6 +203,7 @@ def serve(
     from chairlift.core.errors import SettingsError
     from chairlift.core.settings import Settings
     from chairlift.routing.pools import roles_of
+    from chairlift.routing.scaling import read_counts
     from chairlift.serving.keys import digest_of
     from chairlift.serving.recording import prepare
     from chairlift.text.parsers import DIALECTS
@@ -303,23 +304,6 @@ def serve(
             on_ray.run(plan, on_ray.RayPlan(least or 1, most or 1, replica_cpus, rank_placement, queued_tokens), say)
         )
     sys.exit(run(plan, say))
-
-
-def read_counts(text: str | None) -> tuple[int | None, int | None]:
-    """Read the least and the largest number of replicas; None if it is not given.
-
-    >>> read_counts("2"), read_counts("1..3"), read_counts(None)
-    ((2, 2), (1, 3), (None, None))
-    """
-    from chairlift.core.errors import SettingsError
-
-    if text is None:
-        return None, None
-    least, dots, most = text.partition("..")
-    found = [int(each) for each in (least, most if dots else least) if each.isdecimal() and 1 <= int(each) <= 64]
-    if len(found) < 2 or found[0] > found[1]:
-        raise SettingsError(f"--replicas is {text}: use a number from 1 to 64, or with --on ray a range such as 1..3")
-    return found[0], found[1]
 
 
 def named_models(given: list[str], served_name: str | None = None) -> dict[str, str]:

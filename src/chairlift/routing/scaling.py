@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from chairlift.core.errors import SettingsError
+
 # Share of the remaining replicas' batches that live requests may fill when one replica is ended: at more, the queue
 # would return soon.
 _FULL_ENOUGH = 0.5
@@ -55,6 +57,21 @@ class Scaling:
             self._wanted -= 1
             self._too_many_since = now
         return self._wanted
+
+
+def read_counts(text: str | None) -> tuple[int | None, int | None]:
+    """Read the least and the largest number of replicas; None if it is not given.
+
+    >>> read_counts("2"), read_counts("1..3"), read_counts(None)
+    ((2, 2), (1, 3), (None, None))
+    """
+    if text is None:
+        return None, None
+    least, dots, most = text.partition("..")
+    found = [int(each) for each in (least, most if dots else least) if each.isdecimal() and 1 <= int(each) <= 64]
+    if len(found) < 2 or found[0] > found[1]:
+        raise SettingsError(f"--replicas is {text}: use a number from 1 to 64, or with --on ray a range such as 1..3")
+    return found[0], found[1]
 
 
 def _since(before: float | None, now: float, holds: bool) -> float | None:

@@ -70,8 +70,7 @@ async def _serve(plan: Plan, on: RayPlan, say: Callable[[str], None], host: str 
     async def open_replicas(pool: Pool) -> None:
         replicas.scale_to(on.least)
         await replicas.wait()
-        if on.least < on.most:
-            tasks.append(asyncio.create_task(_scale(replicas, on)))
+        tasks.append(asyncio.create_task(scale(replicas, on)))
 
     try:
         await serve_pool(front, pool, keyring, say, open_replicas)
@@ -81,10 +80,10 @@ async def _serve(plan: Plan, on: RayPlan, say: Callable[[str], None], host: str 
         await replicas.close()
 
 
-async def _scale(replicas: Replicas, on: RayPlan) -> None:
-    """Start and end replicas as the load says."""
+async def scale(replicas: Replicas, on: RayPlan) -> None:
+    """Start and end replicas as the load says, if their number is a range."""
     scaling = Scaling(on.least, on.most, queued_tokens=on.queued_tokens, up_after=on.up_after, down_after=on.down_after)
-    while True:
+    while on.least < on.most:
         await asyncio.sleep(PROBE_EVERY)
         replicas.scale_to(scaling.count(time.monotonic(), replicas.load()))
 
