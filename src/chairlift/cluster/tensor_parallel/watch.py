@@ -25,8 +25,8 @@ from chairlift.core.errors import DeviceError
 log = logging.getLogger("chairlift")
 
 # Seconds for which no rank begins an operation between ranks while a step runs. A layer has two of these: even a prompt
-# on a slow CPU has one in far less time.
-STALLED = 10.0
+# on a slow CPU has one in far less time. Less than the server's patience with an engine: the log then names the rank.
+STALLED = 8.0
 _LOOK_EVERY = 0.25  # seconds
 _TOGETHER = 0.1  # seconds in which ranks that fail because of each other end, so that the first cause is known
 _CLOSING = 3.0  # seconds for the processes to end by themselves
