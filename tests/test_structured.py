@@ -118,6 +118,13 @@ def test_other_kinds(llm: LLM, structured: Any, expected: str) -> None:
         assert re.fullmatch(expected, answer.text), answer.text
 
 
+def test_thousands_of_choices_are_one_token_of_the_grammar(llm: LLM) -> None:
+    choices = [f"option {number}" for number in range(4000)]
+    params = SamplingParams(structured={"choice": choices}, temperature=1, seed=1, n=3, max_tokens=40)
+    [output] = llm.generate([PROMPT], params, progress=False)
+    assert {answer.text for answer in output.outputs} < set(choices)
+
+
 def test_structural_tags_constrain_what_follows_a_trigger(llm: LLM) -> None:
     tags = {"triggers": ["<f"], "structures": [{"begin": "<f=x>", "schema": {"enum": [1, 2]}, "end": "</f>"}]}
     params = SamplingParams(structured={"structural_tag": tags}, temperature=1, seed=1, n=4, max_tokens=60)
@@ -159,6 +166,13 @@ def test_an_escaped_name_does_not_count_as_another_one(model: Path, schema: dict
     for text, is_whole in ((right, True), (wrong, False)):
         tokens = tokenizer.encode(text, add_special_tokens=False)
         assert (grammar.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_whole, text
+
+
+def test_a_grammar_that_is_too_complex_for_its_first_tokens_is_refused_before_it_runs(llm: LLM) -> None:
+    rules = range(3000)
+    grammar = "\n".join(["start: " + " ".join(f"r{each}" for each in rules), *(f'r{each}: "x"*' for each in rules)])
+    with pytest.raises(RequestError, match="the grammar is too complex: Parser Error: Current row has"):
+        llm.generate([PROMPT], structured={"grammar": grammar}, progress=False)
 
 
 def test_a_schema_of_too_many_levels_is_refused(llm: LLM) -> None:

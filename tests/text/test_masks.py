@@ -75,7 +75,10 @@ def test_masks_of_several_answers_are_one_array_that_later_steps_use_again(gramm
     assert len(used) == 4
 
 
-def test_a_grammar_is_compiled_once_for_each_thread_and_checked_once(grammars: Grammars) -> None:
+def test_a_grammar_is_compiled_once_for_each_thread_and_checked_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.text.grammar._COPIED_WITHIN", 60.0)  # seconds: this machine may be busy
     structured = Structured.of({"regex": "a+b"})
     source = grammars.check(structured)
     assert grammars.check(structured) == source
@@ -91,3 +94,14 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_once(
 ) -> None:
     monkeypatch.setattr("chairlift.text.grammar._COPIED_WITHIN", 0.0)
     assert grammars.constraint(SOURCE) is grammars.constraint(SOURCE)
+
+
+def test_a_grammar_whose_masks_take_long_is_refused(grammars: Grammars) -> None:
+    asked = Structured.of({"json": {"type": "array", "items": {"enum": ["one", "two"]}}})
+    assert grammars._slowest_mask >= 0.004
+    grammars.__dict__["_slowest_mask"] = 1e-9
+    with pytest.raises(
+        RequestError, match="structured: json cannot be used: finding the tokens that may come next takes"
+    ):
+        grammars.check(asked)
+    assert source_of(asked) not in grammars._compiled, "asked for again, it would be served"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift.core.constraint import Constraint, Masker, Masks
@@ -32,6 +33,9 @@ _CACHED = 256  # compiled grammars, copies included: one takes 0.1 to 10 MiB
 _MOST_THREADS = 16
 _BUFFERS = 4  # arrays of masks: an engine has at most two steps in flight
 _ADVANCED_TOGETHER, _ADVANCED_ON = 16, 4  # grammars and threads from which on waking threads pays
+_WALKS, _STEPS = 3, 5  # answers that a new grammar is tried out with, and tokens of each: 5 ms for common schemas
+_SLOWEST_MASK = 0.004  # seconds, or as long as six passes over the vocabulary take
+_VOCABULARY_PASSES = 6  # masks of common schemas take two at most, and a tenth of one on average
 _COPIED_WITHIN = 0.02  # seconds: grammars that take longer to compile are compiled once
 
 
@@ -55,7 +59,8 @@ def _source_of(structured: Structured) -> str:
     if kind == "regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "choice":
-        return "start: " + " | ".join(json.dumps(each) for each in json.loads(source))
+        # One token of the grammar: as alternatives of a rule, 2,000 would be too many.
+        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in json.loads(source))
     if kind == "structural_tag":
         return _tags(json.loads(source))
     return _lark(source)
@@ -177,12 +182,41 @@ class Grammars(Masker):
         if source in self._compiled:
             return source
         try:
-            self.constraint(source)
+            begun = time.perf_counter()
+            compiled = self._compile(source)
+            took = time.perf_counter() - begun
+            self._try_out(compiled)
+            self._keep(source, compiled, took)
         except RequestError as error:
             reason = str(error).removeprefix("the grammar cannot be used: ")
             at = where(json.loads(structured.source), reason) if structured.kind == "json" else ""
             raise RequestError(f"{structured.what} cannot be used: {reason}{at}") from None
         return source
+
+    def _try_out(self, constraint: GrammarConstraint) -> None:
+        """Refuse a grammar whose masks take long in a few random answers: the batch would wait for them."""
+        chance = random.Random(0)
+        for _ in range(_WALKS):
+            state = constraint.fork()
+            for step in range(_STEPS):
+                took = _step(state, chance)
+                if step and took > self._slowest_mask:
+                    raise RequestError(
+                        f"finding the tokens that may come next takes {1000 * took:.1f} ms, and "
+                        f"{1000 * self._slowest_mask:.1f} are allowed: use fewer or simpler alternatives"
+                    )
+                if state.is_complete:
+                    break
+
+    @cached_property
+    def _slowest_mask(self) -> float:
+        """Seconds of CPU time that a mask may take: 4 ms, or some passes over the vocabulary if that is more."""
+        times = []
+        for letter in "xyz":  # each is a new automaton: the second mask of one takes no time
+            state, chance = self._compile(f"start: /[^{letter}]*/").fork(), random.Random(0)
+            _step(state, chance)
+            times.append(_step(state, chance))
+        return max(_SLOWEST_MASK, _VOCABULARY_PASSES * min(times))
 
     def accept(self, constraints: Sequence[Constraint], tokens: Sequence[int]) -> None:
         """Advance many grammars on several threads without the interpreter's lock."""
@@ -232,6 +266,19 @@ class Grammars(Masker):
         if found is None or len(found) < rows:
             found = self._buffers[0] = (self.allocate or _allocate)(rows, self._words)
         return found[:rows]
+
+
+def _step(state: GrammarConstraint, chance: random.Random) -> float:
+    """Advance by a random token; return the seconds of CPU time that the mask took."""
+    begun = time.thread_time()
+    allowed = state.mask()
+    took = time.thread_time() - begun
+    place = chance.choice([place for place, byte in enumerate(allowed) if byte])
+    token = 8 * place + chance.choice([bit for bit in range(8) if allowed[place] >> bit & 1])
+    if not state.matcher.consume_token(token):
+        raise RequestError(f"the grammar is too complex: {explain(state.matcher.get_error())}")
+    state.computed = None
+    return took
 
 
 def _allocate(rows: int, words: int) -> np.ndarray:
