@@ -17,6 +17,13 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 from running import FAKE, Running, started
 
+# A busy machine starts Ray's processes far slower than Ray expects. Ray reads these when it is imported.
+os.environ |= {
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'chairlift[ray]'")
 
 from ray.cluster_utils import Cluster
@@ -24,13 +31,6 @@ from ray.cluster_utils import Cluster
 from chairlift.cluster.ray.serve import RayPlan
 from chairlift.serving.plan import ModelPlan, Plan
 
-# A busy machine starts Ray's processes far slower than Ray expects.
-_PATIENCE = {
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_worker_register_timeout_seconds": "300",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 _SERVE = """
 import sys, msgspec
 from chairlift.cluster.ray import serve
@@ -58,20 +58,21 @@ class Raylets:
         with started(arguments, {"RAY_ADDRESS": self.cluster.address}) as found:
             yield found
 
-    def pids(self, *names: str) -> list[int]:
-        """The processes with a name in their command line."""
-        return [pid for pid in _parents() if any(name in _command(pid) for name in names)]
-
-    def node_of(self, pid: int) -> int:
-        """The raylet whose worker, an actor, is an ancestor of a process."""
+    def pids(self, *names: str) -> dict[int, int]:
+        """The cluster's processes with a name in their command line, each with the raylet that it descends from."""
         parents, raylets = _parents(), {raylet_of(node) for node in self.cluster.list_all_nodes()}
-        while pid not in raylets and pid in parents:
-            pid = parents[pid]
-        return pid
+        found = {}
+        for pid in parents:
+            above = pid
+            while above not in raylets and above in parents:
+                above = parents[above]
+            if above in raylets and any(name in _command(pid) for name in names):
+                found[pid] = above
+        return found
 
     def busy(self) -> list[Any]:
         """The nodes other than the first that run a replica's server."""
-        raylets = set(map(self.node_of, self.pids("ray.server_process")))
+        raylets = self.pids("ray.server_process").values()
         return [node for node in self.cluster.worker_nodes if raylet_of(node) in raylets]
 
     def kill(self, node: Any) -> None:
@@ -104,7 +105,7 @@ def _command(pid: int) -> str:
 def raylets(environment: dict[str, str]) -> Iterator[Raylets]:
     """Three raylets, whose processes have an environment of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**_PATIENCE, **environment}.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         first = {"num_cpus": 1, "include_dashboard": False}
         found = Raylets(Cluster(initialize_head=True, head_node_args={**first, "object_store_memory": 80 << 20}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +71,16 @@ async def kill_under_load(cluster: Raylets, server: Running) -> list[bytes]:
 
 
 @pytest.mark.long
+def test_replicas_end_with_a_command_that_is_killed(cluster: Raylets, tiny_model: Path) -> None:
+    with cluster.serving(tiny_model, RayPlan(2, 2)) as server:
+        server.wait_until(lambda: are_well(server, 2), 300)
+        processes = cluster.pids("ray.server_process", "fake_engine")
+        assert len(processes) == 4
+        server.process.kill()
+        server.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 60)
+
+
+@pytest.mark.long
 def test_replicas_follow_the_queue_from_one_to_three_and_back(cluster: Raylets, tiny_model: Path) -> None:
     plan = RayPlan(1, 3, queued_tokens=40, up_after=1.0, down_after=3.0)
     with cluster.serving(tiny_model, plan) as server, ThreadPoolExecutor(40) as threads:
@@ -98,7 +110,7 @@ def finished(server: Running, place: int) -> float:
 
 @pytest.mark.long
 def test_ranks_on_nodes_of_their_own_give_the_tokens_of_one_rank(cluster: Raylets, tiny_model: Path) -> None:
-    """When the raylet of a rank is killed, the replica is started again on the nodes that are left."""
+    """When a rank's process is killed, the engine is started again; when a raylet is, the replica elsewhere."""
     settings = {"dtype": "float32", "kv_tokens": 1024, "tensor_parallel": 2}
     prompts = ["Hello", "The answer is", "What was the question? " * 8]
 
@@ -110,8 +122,13 @@ def test_ranks_on_nodes_of_their_own_give_the_tokens_of_one_rank(cluster: Raylet
         found = one.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     expected = [each.outputs[0].text for each in found]
     with cluster.serving(tiny_model, RayPlan(ranks="spread"), fake=False, settings=settings) as server:
-        nodes = {cluster.node_of(pid) for pid in cluster.pids("rank_process", "ray.server_process")}
+        nodes = set(cluster.pids("rank_process", "ray.server_process").values())
         assert len(nodes) == 2, "both ranks are on one node"
+        assert [choices[0]["text"] for choices in told(server)] == expected
+        [rank] = cluster.pids("rank_process")
+        os.kill(rank, signal.SIGKILL)
+        server.wait_until(lambda: not are_well(server, 1))
+        server.wait_until(lambda: are_well(server, 1), 300)
         assert [choices[0]["text"] for choices in told(server)] == expected
         doomed = next(node for node in cluster.cluster.worker_nodes if raylet_of(node) in nodes)
         cluster.kill(doomed)

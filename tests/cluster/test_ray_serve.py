@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from ray_cluster import Raylets, raylets  # before Ray, which reads the environment that it sets
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'chairlift[ray]'")
 
 import yaml
 from ray.serve.schema import ServeDeploySchema
-from ray_cluster import Raylets, raylets
 from running import Running
 
 from chairlift.cluster.ray.ingress import plan_of
