@@ -184,7 +184,7 @@ def annotated() -> Iterator[Schema]:
 
 
 def drafts() -> Iterator[Schema]:
-    """Schemas of earlier drafts, whose keywords have other forms."""
+    """Schemas of earlier drafts, with keywords in other forms."""
     draft = "http://json-schema.org/draft-0{}/schema#"
     pair = [{"type": "boolean"}, {"enum": ["a", "b"]}]
     for number in (4, 6, 7):

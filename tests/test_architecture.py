@@ -1,4 +1,4 @@
-"""The rules of the house, held by reading every file's imports: who may know whom, and what nobody may use."""
+"""The rules of the house, checked by reading every file's imports: which folders may import which."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ TOP = (
     "cli",
     "commands",
     "__main__",
-)  # they import the rest; nobody below imports them
+)  # they import the rest; nothing below imports them
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -24,7 +24,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "length ignored": {"width": 4, "length_penalty": 0.0, "early_stopping": "never"},
     "one beam": {"width": 1},
 }
-# Beams whose blocks change hands: the cache of the last holds hardly more than what a search may need.
+# Searches that reuse blocks: the cache of the last holds hardly more than what a search may need.
 WAYS: dict[str, dict[str, Any]] = {
     "with room": {},
     "overlapped": {"overlap": True},
@@ -116,7 +116,7 @@ def test_many_stop_tokens_give_the_beams_of_transformers(folder: Path, model: An
 
 
 def test_a_beam_has_the_alternatives_that_were_asked_for_and_keeps_no_others(folder: Path) -> None:
-    """As the same tokens have in a prompt, whose scores know nothing of beams."""
+    """The scores that the same tokens have in a prompt, where there are no beams."""
     llm = LLM(str(folder), progress=False)
     prompt = [3, 1, 4, 1, 5]
     for asked in (None, 0, 3, 40):

@@ -49,7 +49,7 @@ def started(*arguments: str, program: Sequence[str] = CHAIRLIFT) -> Iterator[sub
 
 @pytest.fixture(scope="module")
 def endless_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model without an end token, whose answers last longer than any test."""
+    """A model without an end token: its answers last longer than any test."""
     folder = tmp_path_factory.mktemp("endless") / "llama"
     make_tiny_model(folder, max_position_embeddings=32768, eos_token_id=None)
     described = folder / "tokenizer_config.json"

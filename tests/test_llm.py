@@ -88,7 +88,7 @@ def test_an_overlapped_engine_begins_before_all_have_come_and_leaves_nothing_beh
     scheduler.plan = lambda now: (planned_at.append(scheduler.counters.submitted), plan(now))[1]  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     answers = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
-    assert planned_at[0] == 2 and planned_at[1] == 6, "it waits for the first step's worth, then for everyone"
+    assert planned_at[0] == 2 and planned_at[1] == 6, "it waits for the first step's worth, then for all"
     one_by_one = LLM(str(tiny_model), progress=False, overlap=False)
     assert answers == [one_by_one.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
     with pytest.raises(RequestError, match="not a token id"):
@@ -131,7 +131,7 @@ def test_tokens_that_nobody_streams_are_read_at_the_end(llm: LLM, monkeypatch: p
         assert answer.text == llm.tokenizer.decode(answer.token_ids)
     assert output.metrics.output_tokens == 24
     ids = output.outputs[0].token_ids
-    assert told == [ids[0], ids[-1], ids[-1]], "the first, whose time counts, and the last of each"
+    assert told == [ids[0], ids[-1], ids[-1]], "the first, for its time, and the last of each"
 
 
 def test_one_that_is_ended_keeps_what_had_come(llm: LLM) -> None:

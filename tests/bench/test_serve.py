@@ -143,14 +143,14 @@ def test_answers_are_counted_and_timed() -> None:
 
 def test_requests_are_sent_whether_or_not_earlier_ones_are_answered() -> None:
     waiting = 0
-    everyone = asyncio.Event()
+    all_sent = asyncio.Event()
 
     async def together(body: dict[str, Any], send: Send) -> None:
         nonlocal waiting
         waiting += 1
         if waiting == 20:
-            everyone.set()
-        await everyone.wait()
+            all_sent.set()
+        await all_sent.wait()
         await plain(body, send)
 
     outcome, _ = ask(together, [Query([1], 2, at=0.001 * i) for i in range(20)], timeout=30)

@@ -59,7 +59,7 @@ LOOPS = 3  # calls of an agent
 
 
 def use(name: str, arguments: str | dict[str, str]) -> str:
-    """The result of a call, whose arguments must be those that its schema asks for."""
+    """The result of a call; its arguments must be those that its schema asks for."""
     given = json.loads(arguments) if isinstance(arguments, str) else arguments
     assert list(given) == ["city"] and len(given["city"]) <= 12, given
     return {"weather": f"21 degrees in {given['city']}", "people": "2,100,000"}[name]

@@ -103,7 +103,7 @@ def _command(pid: int) -> str:
 
 @contextmanager
 def raylets(environment: dict[str, str]) -> Iterator[Raylets]:
-    """Three raylets, whose processes have an environment of their own."""
+    """Three raylets; their processes have an environment of their own."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

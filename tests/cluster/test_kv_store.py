@@ -1,4 +1,4 @@
-"""A KV store whose server answers with values that are no blocks of ours."""
+"""A KV store with a server that answers with values that are not blocks of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV connections between two caches in one process, over real sockets: what arrives, who is refused, what is left."""
+"""KV connections between two caches in one process, over real sockets: what arrives, is refused and is left."""
 
 from __future__ import annotations
 

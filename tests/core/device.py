@@ -387,5 +387,5 @@ def complain(what: str) -> NoReturn:
 
 
 def sequences_of(plan: StepPlan) -> list[Sequence]:
-    """Whose tokens a plan computes, in order."""
+    """The sequences that a plan computes tokens of, in order."""
     return [piece.sequence for piece in plan.slices]

@@ -84,5 +84,5 @@ def shape_of(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 
 def names(sequences: list[Sequence]) -> list[str]:
-    """Whose they are."""
+    """The ids of the requests that sequences belong to."""
     return [sequence.request.id for sequence in sequences]

@@ -115,7 +115,7 @@ def sample_masked(mark: int, seed: int, index: int, position: int, mask: bytes |
 
 
 def answer_to(request: Request, index: int, limit: int) -> tuple[list[int], FinishReason]:
-    """What the model answers, alone and without a cache, to a request whose sequences may hold `limit` tokens."""
+    """What the model answers, alone and without a cache, to a request with sequences of at most `limit` tokens."""
     tokens: list[int] = []
     mark = marks_of(request.prompt, request.salt)[-1]
     constraint = None if request.constraint is None else request.constraint.fork()

@@ -52,7 +52,7 @@ def step(scheduler: Scheduler, now: float = 0.0) -> StepPlan:
 
 
 def run(scheduler: Scheduler, now: float = 0.0) -> list[str]:
-    """Step until nothing is left; who sat down, in order."""
+    """Step until nothing is left; return the admitted requests, in order."""
     seated = []
     while scheduler.has_work:
         seated += names(step(scheduler, now).placed)

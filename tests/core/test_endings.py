@@ -30,7 +30,7 @@ from chairlift.engine.engine import Engine
 
 
 def ends(events: list[Event]) -> list[tuple[str, int, FinishReason]]:
-    """Who ended, and why."""
+    """The sequences that ended, and why."""
     return [
         (event.sequence.request.id, event.sequence.index, event.finish_reason)
         for event in events

@@ -1,4 +1,4 @@
-"""An engine whose device fails stops: after a few failed steps in a row, or at once when the device is lost."""
+"""An engine stops when its device fails: after a few failed steps in a row, or at once when the device is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt with several answers: computed once, its blocks shared, and copied only where somebody writes."""
+"""A prompt with several answers: computed once, its blocks shared, and copied only where one writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_forks_share_full_blocks_and_copy_the_one_they_write() -> None:
     assert [table[0] for table in tables] == [full] * 3
     assert len({table[1] for table in tables}) == 3
     assert plan.copies == [(tail, tables[0][1]), (tail, tables[1][1])]
-    assert tables[2][1] == tail  # the last who holds it may write it
+    assert tables[2][1] == tail  # the last that holds it may write it
     assert scheduler.pool.owned == 4
     assert step(scheduler).copies == []
 

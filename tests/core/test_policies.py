@@ -71,7 +71,7 @@ def walk(shape: Shape, chosen: SchedulingSettings, seed: int) -> World:
         else:
             world.step()
             watch_order(world, chosen)
-            if world.engine.pause:  # only somebody new, or time, can help
+            if world.engine.pause:  # only a new request, or time, can help
                 submit_anything(world, random, eos)
     world.drain()
     return world
@@ -99,7 +99,7 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
 
 
 def watch_order(world: World, chosen: SchedulingSettings) -> None:
-    """Where there is one lane, whoever sat down stands before all who still wait: ages and lengths are in the rank."""
+    """Where there is one lane, an admitted request ranks before all that wait: ages and lengths are in the rank."""
     scheduler = world.scheduler
     if chosen.policy not in ("fcfs", "priority", "sjf") or not len(scheduler.waiting):
         return

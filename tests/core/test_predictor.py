@@ -81,7 +81,7 @@ MAKERS: list[Maker] = [
 
 
 def traffic(make: Maker, number: int, seed: int, *, is_flipped: bool = False) -> list[Arrival]:
-    """Lognormal lengths whose scale depends on one of four tenants and on one of four kinds of prompt."""
+    """Lognormal lengths with a scale that depends on one of four tenants and on one of four kinds of prompt."""
     world, random = Random(seed), Random(f"{seed} {is_flipped}")
     openings = [words(world, 300) for _ in range(4)]
     tenants, kinds = [-1.2, -0.4, 0.4, 1.2], [-0.9, -0.3, 0.3, 0.9]
@@ -111,7 +111,7 @@ def serve(predictor: Predictor, arrivals: Iterable[Arrival]) -> list[int]:
 
 
 def against_the_best(predictions: list[int], arrivals: list[Arrival]) -> float:
-    """The rank correlation as a share of that of who knows every scale."""
+    """The rank correlation as a share of that of a predictor that knows every scale."""
     lengths = [arrival.length for arrival in arrivals]
     return reference(predictions, lengths) / reference([arrival.scale for arrival in arrivals], lengths)
 

@@ -142,7 +142,7 @@ def test_what_is_found_was_put_there_under_the_same_salt(
         known = [other for name, other in puts if name == salt]
         for depth, node in enumerate(alone.find(tokens, salt)):
             length = (depth + 1) * SIZE
-            assert any(other[:length] == tokens[:length] for other in known), "found what nobody put there"
+            assert any(other[:length] == tokens[:length] for other in known), "found what was never put there"
             assert node.chunk == packed(tokens[depth * SIZE : length])
 
 
@@ -328,7 +328,7 @@ def test_those_who_wait_are_looked_up_again_as_the_cache_fills() -> None:
     scheduler = scheduler_of(seats=1, step_tokens=32, caches=True, policy=policy)
     submit(scheduler, "first", [1] * 20, max_tokens=20)
     submit(scheduler, "stranger", [3] * 20, max_tokens=4)
-    submit(scheduler, "brother", [1] * 20, max_tokens=4)  # of nobody yet: the first has not begun
+    submit(scheduler, "brother", [1] * 20, max_tokens=4)  # not attached to any: the first has not begun
     for _ in range(9):
         give(scheduler, scheduler.plan(0.0))
     assert min(scheduler.waiting, key=lambda each: each.rank).request.id == "brother"

@@ -27,13 +27,13 @@ from chairlift.core.constraint import Constraint
 EVENTS_A_WALK = 600
 SIZES = pytest.mark.parametrize("size", [1, pytest.param(16, marks=pytest.mark.long)], ids=["some", "many"])
 WALKS = 54  # of each size and mode: 2 x 16 x 54 x 600 > 1,000,000
-TROUBLE = (0.0, 0.02, 0.1, 0.25)  # how often somebody leaves or something breaks
+TROUBLE = (0.0, 0.02, 0.1, 0.25)  # how often a client leaves or something breaks
 QUIET = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
 def quiet_engine() -> Iterator[None]:
-    """The failures here are ours: nobody needs to read of each."""
+    """The failures here are ours: they need no log lines."""
     log = logging.getLogger("chairlift")
     log.disabled = True
     yield
@@ -83,7 +83,7 @@ def walk(shape: Shape, seed: int, events: int) -> World:
     world = World(shape, beams=random.random() < 0.3, drafts=drafts)
     crowd = random.randint(1, 3 * shape.seats)  # how many requests may be in the world
     haste = random.random()  # how fast newcomers come
-    trouble = random.choice(TROUBLE)  # how often somebody leaves or something breaks
+    trouble = random.choice(TROUBLE)  # how often a client leaves or something breaks
     eos = random.choice((0, 1, 4))
     arrives = random.random() < 0.5  # whether blocks come from other processes
     while world.events < events:

@@ -1,4 +1,4 @@
-"""What one step holds: who decodes, who joins, whose prompt is cut, who yields; each as a plain example."""
+"""What one step holds: decodes, admissions, chunks of prompts, preemptions; each as a plain example."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_blocks_come_one_at_a_time_as_an_answer_grows() -> None:
     ]
 
 
-# ---- who joins
+# ---- admission
 
 
 def test_newcomers_join_in_the_order_they_came_while_seats_last() -> None:
@@ -175,7 +175,7 @@ def test_the_time_of_the_first_seat_is_kept() -> None:
     assert (first.started, second.started) == (3.0, None)
 
 
-# ---- who yields
+# ---- preemption
 
 
 def test_the_youngest_yields_its_blocks_to_the_oldest_and_keeps_its_place_in_the_queue() -> None:
@@ -355,7 +355,7 @@ def test_scores_travel_with_their_tokens() -> None:
         (b, 6, score, None),
         (a, 5, None, None),
     ]
-    assert (events.sequences, events.tokens) == ([a], [5]), "of whom there is a token and no more"
+    assert (events.sequences, events.tokens) == ([a], [5]), "the sequence with a token, and no other"
 
 
 def test_scores_of_a_prompt_whose_request_has_ended_are_dropped() -> None:

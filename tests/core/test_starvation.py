@@ -52,7 +52,7 @@ VICTIMS: tuple[dict[str, Any], ...] = ({}, {"n": 2}, {"sampling": {"use_beam_sea
 
 
 class Flood:
-    """A world whose queue never runs dry."""
+    """A world with a queue that never runs dry."""
 
     def __init__(self, policy: str, gate: str, prefill: str, seed: int) -> None:
         self.random = random = Random(seed)

@@ -256,7 +256,7 @@ def test_a_hit_ends_before_a_block_that_its_window_lacks_and_is_whole_again_once
     engine = engine_of(scheduler)
     serve(engine, PROMPT, "first")
     evict_windows(scheduler, 9)
-    assert serve(engine, PROMPT, "shortened").cached == 36, "the ninth block is the last whose window is there"
+    assert serve(engine, PROMPT, "shortened").cached == 36, "the ninth block is the last with its window there"
     assert serve(engine, PROMPT, "whole").cached == 40, "the sequence before lent what the node lacked"
 
 

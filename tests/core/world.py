@@ -4,15 +4,15 @@ An event is one of: a request submitted (or refused), an abort, a stop, a failur
 token applied. Tokens that are discarded because their sequence ended before they came are not counted, nor are steps.
 After every call that changes the scheduler, its `check()` runs and everything promised below is asserted.
 
-Nobody starves under fcfs, and this is the proof that the world asserts. Order sequences by arrival. The youngest yields
-and the oldest joins, so the running ones are always older than the waiting ones; hence the oldest of all runs in every
-plan, and as first in the batch it may take the memory of all others, so it is never preempted again. In each plan it
-decodes a token, or computes of its prompt what the decodes of the other seats leave: at least
+No request starves under fcfs, and this is the proof that the world asserts. Order sequences by arrival. The youngest
+is preempted and the oldest is admitted, so the running ones are always older than the waiting ones; hence the oldest of
+all runs in every plan, and as first in the batch it may take the memory of all others, so it is never preempted again.
+In each plan it decodes a token, or computes of its prompt what the decodes of the other rows leave: at least
 c = step_tokens - max_sequences + 1 tokens. So a sequence with a prompt of P tokens that may grow to L is the oldest for
 at most D = ceil(P / c) + (L - P) - 1 plans, and one more when steps overlap, since its last token is then seen a plan
 later. (Having been preempted with some of its answer only shortens this: that part is recomputed c tokens a plan.)
-A request is therefore seated within 1 + sum(D) plans over the sequences before it, and ended within sum(D) over those
-and its own. With one seat and one token a step the bound is exact (see test_properties).
+A request is therefore admitted within 1 + sum(D) plans over the sequences before it, and ended within sum(D) over those
+and its own. With one row and one token a step the bound is exact (see test_properties).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Record:
     seated_by: int  # the plan in which it has a seat at the latest
     ended_by: int  # the plan after which it has ended at the latest
     received: list[int] = field(default_factory=list)  # how many tokens of each answer
-    scored: dict[int, int] = field(default_factory=dict)  # tokens of the prompt whose scores came, by position
+    scored: dict[int, int] = field(default_factory=dict)  # scores that came for tokens of the prompt, by position
     ended: dict[int, FinishReason] = field(default_factory=dict)
 
     @property
@@ -155,7 +155,7 @@ class World:
         self.clock = ManualClock()
         self.engine = Engine(self.scheduler, self.executor, self.clock, overlap=shape.overlap)
         self.live: dict[str, Record] = {}
-        self.speaking: dict[tuple[str, int], Sequence] = {}  # live sequences whose tokens have begun to come
+        self.speaking: dict[tuple[str, int], Sequence] = {}  # live sequences that have tokens already
         self.submitted = 0
         self.refused = 0
         self.heard: list[list[int]] = []  # prompts and their answers, as far as they came: others may begin with them
@@ -233,7 +233,7 @@ class World:
         assert record is None or FinishReason.ABORT in record.ended.values()
 
     def stop(self, key: tuple[str, int]) -> None:
-        """End one sequence whose tokens have begun to come, as the text side does on a stop string."""
+        """End one sequence that has tokens already, as the text side does on a stop string."""
         sequence, record = self.speaking[key], self.live[key[0]]
         if sequence.is_done:
             assert not self.engine.stop(sequence), "it has ended, and the next step says so"

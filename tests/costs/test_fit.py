@@ -55,7 +55,7 @@ def test_no_coefficient_is_negative_and_few_steps_are_refused() -> None:
 
 
 def seconds_of_kernels(work: Work) -> float:
-    """A device whose kernels for few rows are faster than its matrix product, and whose rows are padded to 8."""
+    """A device with kernels for few rows that are faster than its matrix product, and rows padded to 8."""
     rows = work.tokens if work.tokens <= 4 else 8 * -(-work.tokens // 8)
     linear = 0.004 + 0.003 * rows if work.tokens <= 4 else 0.02 + 0.0006 * rows
     return linear + 2e-6 * work.context + 3e-7 * work.pairs + 0.001 * work.prompts

@@ -155,15 +155,15 @@ def test_each_layer_of_a_padded_step_reads_the_tables_of_its_group(
 def test_a_decode_step_applies_changes_in_each_group(windowed: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     capturer = windowed._capturer
     rows, decodes = capturer.rows, DecodeGraphs(capturer)
-    who, positions = np.array([3, 7, 0]), np.array([40, 9, 100])
+    chosen, positions = np.array([3, 7, 0]), np.array([40, 9, 100])
     new = rows._tables[:, 11, 0].copy()  # now unused
     changes = Step(table_rows=[3, 3], table_places=[2, 2], table_blocks=new.tolist(), table_groups=[0, 1])
     rows.update(changes)
-    logits, stored = expect(windowed, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(3))
+    logits, stored = expect(windowed, make_flat([(int(at), 1) for at in positions], chosen.tolist()), np.arange(3))
     monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
-    found, tokens = decodes.run(who, positions, None, True)
+    found, tokens = decodes.run(chosen, positions, None, True)
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
-    assert tokens is not None and torch.equal(rows.tokens[who, positions + 1].long(), tokens)
+    assert tokens is not None and torch.equal(rows.tokens[chosen, positions + 1].long(), tokens)
     assert rows.device_tables[:, 3, 2].tolist() == new.tolist() and not rows._places
     spare = rows.scratch_block
     assert (rows.device_tables[:, MAX_ROWS] == spare).all(), "the scratch row has only the scratch block"
@@ -190,21 +190,21 @@ def test_a_decode_step_applies_changes_of_the_block_tables(
 ) -> None:
     capturer = graphs._capturer
     rows, decodes = capturer.rows, DecodeGraphs(capturer)
-    who, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
+    chosen, positions = np.array([3, 7, 0, 5, 9]), np.array([40, 9, 100, 16, 63])
     other = int(rows._tables[0, 11, 0])  # now unused
     rows._tables[0, 3, 2] = other
     rows._places, rows._changed = [3 * BLOCKS + 2], [other]
-    logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], who.tolist()), np.arange(5))
+    logits, stored = expect(graphs, make_flat([(int(at), 1) for at in positions], chosen.tolist()), np.arange(5))
     monkeypatch.setattr(blocks_module, "paged_attention", attention_cuda.attend)
-    found, tokens = decodes.run(who, positions, None, True)
+    found, tokens = decodes.run(chosen, positions, None, True)
     assert torch.allclose(found.float(), logits.float(), atol=0.02, rtol=0.02)
     assert tokens is not None and torch.equal(tokens, found.argmax(-1))
-    assert torch.equal(rows.tokens[who, positions + 1].long(), tokens)
+    assert torch.equal(rows.tokens[chosen, positions + 1].long(), tokens)
     assert rows.device_tables[0, 3, 2] == other and not rows._places
     assert (rows.device_tables[:, MAX_ROWS] == MAX_ROWS * BLOCKS).all(), "the scratch row has only the scratch block"
     spare = MAX_ROWS * BLOCKS
     assert torch.allclose(capturer.cache.data[:, :spare].float(), stored[:, :spare].float(), atol=0.02, rtol=0.02)
-    again, nothing = decodes.run(who, positions, None, False)
+    again, nothing = decodes.run(chosen, positions, None, False)
     assert nothing is None and torch.allclose(again.float(), logits.float(), atol=0.02, rtol=0.02)
 
 
@@ -284,7 +284,7 @@ def test_a_draft_model_drafts_the_same_in_captured_passes(graphs: MixedGraphs, m
     made = graphs._capturer
     rows, decoder = made.rows, made.decoder
     sampler = Sampler(MAX_ROWS, rows.tokens, decoder.config.vocab_size)
-    who, starts, counts = np.array([3, 7, 0, 5]), np.array([40, 9, 100, 16]), np.array([3, 1, 4, 2])
+    chosen, starts, counts = np.array([3, 7, 0, 5]), np.array([40, 9, 100, 16]), np.array([3, 1, 4, 2])
     text = rows.tokens.clone()
     found = []
     for is_captured in (False, True):
@@ -298,10 +298,10 @@ def test_a_draft_model_drafts_the_same_in_captured_passes(graphs: MixedGraphs, m
                     model.graphs = DecodeGraphs(capturer)
                 begins = starts + 2 * known
                 if known:
-                    model._computed[who] = begins - np.array([known - 1, 0, known - 1, 0])
-                model.draft(who, begins, counts)
-            assert (model._computed[who] == begins + counts).all()
+                    model._computed[chosen] = begins - np.array([known - 1, 0, known - 1, 0])
+                model.draft(chosen, begins, counts)
+            assert (model._computed[chosen] == begins + counts).all()
             found.append(
-                [rows.tokens[row, begins[i] + 1 : begins[i] + 1 + counts[i]].tolist() for i, row in enumerate(who)]
+                [rows.tokens[row, begins[i] + 1 : begins[i] + 1 + counts[i]].tolist() for i, row in enumerate(chosen)]
             )
     assert found[:3] == found[3:]

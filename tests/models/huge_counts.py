@@ -28,7 +28,7 @@ def header(tensors: int, entries: int) -> bytes:
 
 
 def array(kind: int, count: int) -> bytes:
-    """Return the start of a GGUF file whose one metadata entry is an array, up to its first element."""
+    """Return the start of a GGUF file up to the first element of its one metadata entry, an array."""
     return header(0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, kind, count)
 
 

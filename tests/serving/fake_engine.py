@@ -1,4 +1,4 @@
-"""An engine process whose executor only pretends: real scheduler, real sockets, steps as long as told.
+"""An engine process with an executor that only pretends: real scheduler, real sockets, steps as long as told.
 
 The environment says how: FAKE_STEP (seconds a step), FAKE_SEQUENCES, FAKE_BLOCKS (of the cache and of host memory),
 FAKE_LENGTH (of the context), FAKE_VOCABULARY, FAKE_HANG (the step that never ends), FAKE_ABSENT (a file: the engine

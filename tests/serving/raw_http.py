@@ -39,7 +39,7 @@ def post(body: dict[str, Any], key: str | None = None) -> bytes:
 
 
 def in_chunks(body: bytes, size: int, key: str | None = None) -> bytes:
-    """A request whose body comes in chunks of so many bytes."""
+    """A request with a body in chunks of so many bytes."""
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     head = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\n{authorization}Transfer-Encoding: chunked\r\n\r\n".encode()
     parts = (body[start : start + size] for start in range(0, len(body), size))

@@ -72,7 +72,7 @@ class Running:
         return self.child("engine_process", "fake_engine")
 
     def child(self, *names: str) -> int:
-        """The child process whose command line has one of the names."""
+        """The child process with one of the names in its command line."""
         found = self._children(names)
         assert found, f"there is no process {names}"
         return found[0]
@@ -105,7 +105,7 @@ class Running:
 
 
 def keys_file(folder: Path, **tenants: str) -> str:
-    """A file of keys, `sk-key-of-NAME`: the operator's, who is an admin, and each tenant's with its limits, if any."""
+    """A file of keys, `sk-key-of-NAME`: an administrator's (operator) and each tenant's with its limits, if any."""
     limits = {"operator": "admin = true", **tenants}
     entries = [f'[[key]]\nkey = "sk-key-of-{name}"\ntenant = "{name}"\n{more}\n' for name, more in limits.items()]
     file = folder / "keys.toml"

@@ -72,7 +72,7 @@ print(most)
 
 
 def test_processes_that_race_for_one_place_never_both_have_it() -> None:
-    # The third column is no process's: it counts for nothing while it is 0, and shows who is in.
+    # The third column is no process's: it counts for nothing while it is 0, and shows which tenant is in.
     accounts = Accounts.shared(["bob", *QUEUE], 3)
     assert accounts.descriptor is not None
     command = [sys.executable, "-c", RACER, str(accounts.descriptor)]

@@ -46,7 +46,7 @@ def server(tiny_model: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose answers take seconds, and that wants keys."""
+    """A server that takes seconds for an answer, and that wants keys."""
     keys = keys_file(tmp_path_factory.mktemp("keys"), metered="tokens_per_minute = 90")
     fake = {"FAKE_STEP": "0.005", "FAKE_SEQUENCES": "256"}
     with running(tiny_model, "--api-keys", keys, fake=True, environment=fake) as started:
@@ -99,7 +99,7 @@ def test_the_best_of_several_answers_are_the_likeliest_of_those_that_are_drawn(l
     assert [answer.index for answer in result.outputs] == [0, 1]
     for answer, expected in zip(result.outputs, every, strict=False):
         assert answer.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
-        assert answer.logprobs is None, "nobody asked to see them"
+        assert answer.logprobs is None, "the request did not ask for them"
     assert result.metrics.output_tokens == 6 * 24
 
 

@@ -1,4 +1,4 @@
-"""The prefix cache as clients and operators see it: what was cached, for whom, and how it is forgotten."""
+"""The prefix cache as clients and operators see it: what was cached, for which tenant, and how it is forgotten."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(started: Running) -> Iterator[Running]:
-    """With nothing in its cache; in the end nobody holds a block, however many are cached."""
+    """With nothing in its cache; in the end no request holds a block, however many are cached."""
     assert started.post(RESET).status_code == 200
     yield started
     started.wait_until(started.is_idle)
@@ -101,7 +101,7 @@ def test_a_block_is_of_use_for_its_first_tokens_alone(server: Running) -> None:
     server.wait_until(lambda: server.metric("prefix_cache_copies_total") == before + 1)
 
 
-# ---- for whom
+# ---- for which tenant
 
 
 def test_another_salt_finds_nothing_and_the_same_one_does(server: Running) -> None:

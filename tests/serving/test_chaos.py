@@ -115,7 +115,7 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(tiny_model: Path) -> None
 
             async def leave(stream: bool = stream) -> None:
                 client = Client(server)
-                await client.send(asks(400, stream=stream))  # eight seconds, if nobody stops it
+                await client.send(asks(400, stream=stream))  # eight seconds, if it is not stopped
                 while server.metric("kv_cache_usage_perc") == 0:
                     await asyncio.sleep(0.01)
                 client.vanish()
@@ -243,7 +243,7 @@ def test_single_steps_that_fail_cost_their_own_requests_only(tiny_model: Path, t
 
 @pytest.fixture(scope="module")
 def slow_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose chat template takes seconds for a long message, of which it keeps a few characters."""
+    """A model with a chat template that takes seconds for a long message and keeps a few characters of it."""
     work = "{% for _ in range(150) %}{% if 'zz' in messages[0].content * 300 %}zz{% endif %}{% endfor %}"
     template = work + "{{ messages[0].content[-5:] }}"
     return make_tiny_model(tmp_path_factory.mktemp("slow") / "llama", chat_template=template)

@@ -126,7 +126,7 @@ def test_an_engine_process_tells_the_sender_of_an_order_that_it_cannot_decode(tm
     assert server.poll(5000)
     told = messages.decode_report(server.recv())
     assert isinstance(told, messages.Unreadable) and told.key == 77
-    assert not server.poll(50), "an order without a key has nobody who waits for it"
+    assert not server.poll(50), "no call waits for an order without a key"
     link.close()
     server.close(0)
     context.term()

@@ -125,6 +125,13 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(server: Running
         assert "x-chairlift-ignored-fields" not in response.headers
 
 
+def test_the_documentation_lists_the_refused_fields() -> None:
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    rows = page.partition("These are refused:")[2].partition("\n\nConversations")[0].splitlines()
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.rpartition(" | ")[0])} - {"left", "medium"}
+    assert listed == refused_fields(chat=True).keys() | refused_fields(chat=False).keys()
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize(
     ("field", "expected"),

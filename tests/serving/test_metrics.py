@@ -216,7 +216,7 @@ def test_an_engine_that_starts_again_never_turns_a_counter_back() -> None:
         totals(submitted=12, finished=9, preemptions=1),
         totals(),  # another engine
         totals(submitted=3, finished=1),
-        totals(submitted=1),  # and another, whose first words came late
+        totals(submitted=1),  # and another, with late first words
         totals(submitted=20, finished=19, failed=1),
     ):
         metrics.of_engine().engine(stats)

@@ -1,4 +1,4 @@
-"""A request whose own rules leave it no token gets an error object, and the requests beside it their answers."""
+"""A request with rules that leave it no token gets an error object, and the requests beside it their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page over HTTP: its files and their headers, who may read its stream, and what the stream has."""
+"""The live page over HTTP: its files and their headers, which clients may read its stream, and what the stream has."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def absent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fakes(tiny_model: Path, absent: Path) -> Iterator[Running]:
-    """Two replicas of 12 rows whose engines only pretend."""
+    """Two replicas of 12 rows with engines that only pretend."""
     environment = {"FAKE_STEP": "0.02", "FAKE_SEQUENCES": "12", "FAKE_ABSENT": str(absent)}
     flags = ("--replicas", "2", "--log-level", "error")
     with running(tiny_model, *flags, fake=True, environment=environment) as server:

@@ -73,7 +73,7 @@ def test_a_client_cannot_have_prompts_sent_anywhere(servers: tuple[Running, Runn
         assert reply.status_code == 403 and reply.json()["error"]["code"] == "wrong_cluster_key"
     right = {SEND_TO: address, PROOF: proof_of(key.read_bytes(), address)}
     reply = prefill.post(COMPLETION, body_of(100, 1), headers=right)
-    assert reply.json() == {"sent": True}, "nobody listens there: whoever decodes it computes it"
+    assert reply.json() == {"sent": True}, "nothing listens there: the engine that decodes it computes it"
     assert router.post(COMPLETION, body_of(100, 1), headers=right).json()["choices"], "the router drops the header"
 
 

@@ -1,4 +1,4 @@
-"""Who goes next, as clients see it: priorities, shares and deadlines that came over HTTP."""
+"""Which request runs next, as clients see it: priorities, shares and deadlines over HTTP."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_tenants_share_by_weight_whoever_asks_more(tiny_model: Path, keys: str) 
         assert answered[:4].count("bob") == 3, answered
         assert answered.count("alice") == 6
         server.wait_until(server.is_idle)
-        assert server.metric("tenant_service_tokens", tenant="alice") == 0, "who is away has no account"
+        assert server.metric("tenant_service_tokens", tenant="alice") == 0, "a tenant that is away has no account"
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ def responses(server: Running) -> dict[str, float]:
     return found
 
 
-GENERATING = "/v1/(chat/completions|completions|responses|messages)$"  # routes whose bodies take long to draw
+GENERATING = "/v1/(chat/completions|completions|responses|messages)$"  # bodies of these routes take long to draw
 
 
 def generate(server: Running, examples: int, *only: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""An engine process whose scheduler makes no progress: the request fails, and the HTTP process is not flooded."""
+"""An engine process with a scheduler that makes no progress: the request fails, and the HTTP process is not flooded."""
 
 from __future__ import annotations
 

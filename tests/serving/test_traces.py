@@ -1,4 +1,4 @@
-"""Traces: a span says what a request was, how it ended and whose trace it belongs to."""
+"""Traces: a span says what a request was, how it ended and which trace it belongs to."""
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

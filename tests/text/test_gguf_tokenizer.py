@@ -87,7 +87,7 @@ def test_llama3_takes_whole_words_first_and_adds_bos() -> None:
 
 
 def merge_by_score(text: str, vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[int]:
-    """SentencePiece's BPE, in its plainest form: join the neighbours whose whole scores best, the leftmost first."""
+    """SentencePiece's BPE, in its plainest form: join the neighbours with the best-scored sum, the leftmost first."""
     symbols = list(("▁" + text).replace(" ", "▁")) if text else []
 
     def score(i: int) -> float:

@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, and a bad one harms nobody."""
+"""Chat templates render as transformers renders them, and a bad one harms no other request."""
 
 import time
 from pathlib import Path

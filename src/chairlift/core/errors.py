@@ -8,7 +8,7 @@ class ChairliftError(Exception):
 class RequestError(ChairliftError):
     """A request that cannot be served as asked; the engine goes on.
 
-    `setting_advice` ends the message for users who own the engine's settings. A server's clients do not: they are shown
+    `setting_advice` ends the message for users of the engine's own process. A server's clients do not: they are shown
     `for_clients`, the message without it.
     """
 

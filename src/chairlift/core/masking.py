@@ -10,7 +10,7 @@ _NO_TOKENS = bytes(1)  # a mask
 
 
 def masks_of(step: StepPlan, masker: Masker) -> tuple[Masks, list[tuple[Sequence, Exception]]]:
-    """Return the masks of a step's constrained samples, and the sequences whose constraints failed.
+    """Return the masks of a step's constrained samples, and the sequences with constraints that failed.
 
     A sample has a mask for each of its drafts, and one for the token behind them. A constraint that fails behind a
     draft allows no token there and is not reported: the draft may be rejected.

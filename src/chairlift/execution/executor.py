@@ -62,7 +62,7 @@ class Masked(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A step whose hidden states a draft head reads as soon as its tokens are sampled."""
+    """A step with hidden states that a draft head reads as soon as its tokens are sampled."""
 
     flat: Flat
     rows: np.ndarray  # of the sampled tokens

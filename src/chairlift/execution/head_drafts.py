@@ -44,7 +44,7 @@ class HeadDrafts(DeviceDrafts):
         self._kept = torch.zeros(max_sequences, _KEPT, hidden, dtype=dtype, device=device)
 
     def read(self, flat: Flat, rows: np.ndarray, at: np.ndarray) -> None:
-        """Store the head's keys and values of a step, whose sampled tokens are in the rows by now; keep states."""
+        """Store the head's keys and values of a step; its sampled tokens are in the rows by now. Keep states."""
         states = self._head.fuse(self.states[: flat.positions.size])
         following, batch = self._gather(flat)
         self._head.store(states, following, batch, self._cache)
@@ -77,7 +77,7 @@ class HeadDrafts(DeviceDrafts):
         return time.monotonic() - start
 
     def _pass(self, states: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Draft from states at these positions, whose next tokens are known; return the states behind them."""
+        """Draft from states at these positions (their next tokens are known); return the states behind them."""
         following, batch = self._gather(flat_of(rows, positions, np.ones(rows.size, np.int64)))
         output = self._head(states, following, batch, self._cache)
         logits = self._head.logits(output)

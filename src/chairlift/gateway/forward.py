@@ -36,7 +36,7 @@ _ERROR = 64 << 10  # bytes of an error's body
 _EVENT = 1 << 20  # bytes of an event that are held back until it is complete
 _BYTES_A_TOKEN = 4  # of a reply that is not streamed
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # servers other than ours may end lines with a carriage return
-# The beginnings of a stream whose first event is an error: of chats and completions, messages, and responses.
+# How a stream begins that has an error as its first event: of chats and completions, messages, and responses.
 _FAILED_STREAMS = (b'data: {"error"', b"event: error", b"event: response.created")
 _UNAVAILABLE = (b"service_unavailable", b"overloaded_error")
 _NO_MODEL = (b'"model_not_found"', b'"not_found_error"')

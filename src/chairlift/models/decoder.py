@@ -46,7 +46,7 @@ class Decoder:
         # Rounded to the model's dtype before it multiplies, as in Gemma.
         self._scale = None if embedding_scale is None else float(torch.tensor(embedding_scale, dtype=config.dtype))
         self._logit_cap = logit_cap
-        self.read_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads, if there is one
+        self.read_layers: tuple[int, ...] = ()  # a draft head, if there is one, reads the inputs of these layers
 
     def serve_head(self, layers: tuple[int, ...]) -> None:
         """Keep one more layer in the KV cache, for a draft head that reads the inputs of these layers."""

@@ -31,7 +31,7 @@ class HeadConfig:
     """The sizes of a head."""
 
     layer: ModelConfig  # of its one layer, with the vocabulary of the model
-    layers: tuple[int, ...]  # the layers of the model whose inputs it reads
+    layers: tuple[int, ...]  # it reads the inputs of these layers of the model
     state_size: int  # elements of each of them
     vocab_size: int  # tokens that it can draft
     keeps_norm: bool  # whether the residual is the normed state

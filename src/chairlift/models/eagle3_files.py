@@ -85,9 +85,9 @@ def read_head_config(
 
 
 def _layers(values: Values, count: int) -> tuple[int, ...]:
-    """Return the layers of the model whose inputs the head reads: a low, a middle and a high one.
+    """Return the layers of the model that the head reads the inputs of: a low, a middle and a high one.
 
-    Nested in eagle_config the numbers are of layers whose outputs are meant.
+    Nested in eagle_config the numbers are those of the layers before: their outputs are meant.
     """
     key, nested = "eagle_aux_hidden_state_layer_ids", values.part("eagle_config")
     if not nested.flag("use_aux_hidden_state", True):

@@ -104,7 +104,7 @@ def count_lines(source: Path) -> int:
 
 
 def retry_failures(source: Path, output: BatchOutput) -> None:
-    """Remove the error lines of earlier runs whose requests are in the input: they run again."""
+    """Remove error lines of earlier runs where the input has their requests: they run again."""
     if output.has_failures:
         output.remove_failures(_custom_ids(source))
 

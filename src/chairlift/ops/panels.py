@@ -186,7 +186,7 @@ def grouped_layout(bits: int, group: int, scale: str, has_zero: bool, table: tup
 
 
 def pack_rows(layout: Panels, shape: tuple[int, int], gated: bool, read: Callable[[Tensor], Numbers]) -> Tensor:
-    """Return the panels [n, bytes] of a matrix, whose rows `read` returns; zero-padded.
+    """Return the panels [n, bytes] of a matrix, zero-padded; `read` returns its rows.
 
     In a gated weight each gate panel is followed by its up panel.
     """

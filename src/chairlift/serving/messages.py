@@ -18,7 +18,7 @@ from chairlift.core.explain import MOST, Standing
 from chairlift.core.params import SamplingParams
 
 MAX_MESSAGE = 64 << 20  # bytes
-PREFILLED = "prefilled"  # finish_reason of a prompt whose blocks another engine has got
+PREFILLED = "prefilled"  # finish_reason of a prompt after another engine has received its blocks
 REFUSED = "refused"  # finish_reason of a request that the engine rejected or could not continue: the client's error
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Key = Annotated[int, Meta(ge=0, lt=1 << 62)]

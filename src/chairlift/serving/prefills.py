@@ -66,7 +66,7 @@ class Prefills:
             self._outgoing.abort(name)
 
     def report(self) -> None:
-        """Report the requests whose blocks have been read by their receivers."""
+        """Report the requests with blocks that their receivers have read."""
         for name in self._outgoing.take_done():
             self._report(name, PREFILLED)
 

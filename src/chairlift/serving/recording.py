@@ -150,7 +150,7 @@ class Recording:
 
 
 def prepare(path: Path) -> None:
-    """Raise for a file that cannot be recorded to; remove the rest of a line whose writing was interrupted."""
+    """Raise for a file that cannot be recorded to; remove an incomplete last line."""
     try:
         with open(path, "a+b", opener=_private) as file:
             size = file.tell()

@@ -43,7 +43,7 @@ class Transfers:
 
 
 class Moved:
-    """A prompt whose blocks are sent as they are computed, like the server's."""
+    """A prompt with blocks sent as they are computed, like the server's."""
 
     def __init__(
         self, transfers: Transfers, sender: int, computing: Replica, decoding: Replica, number: int, query: Query

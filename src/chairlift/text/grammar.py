@@ -194,7 +194,7 @@ class Grammars(Masker):
         return source
 
     def _try_out(self, constraint: GrammarConstraint) -> None:
-        """Refuse a grammar whose masks take long in a few random answers: the batch would wait for them."""
+        """Refuse a grammar if its masks take long in a few random answers: the batch would wait for them."""
         chance = random.Random(0)
         for _ in range(_WALKS):
             state = constraint.fork()

@@ -45,7 +45,7 @@ def send_times(kind: str, rate: float, burstiness: float | None = None, seed: in
 
 
 def _diurnal(rate: float, r: random.Random) -> Iterator[float]:
-    """Yield the times of a Poisson process whose rate follows the time of day, by thinning one of the highest rate."""
+    """Yield the times of a Poisson process with a daily rhythm, by thinning one of the highest rate."""
     at = 0.0
     while True:
         at += r.expovariate(rate * (1 + SWING))

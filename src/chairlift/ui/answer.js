@@ -12,7 +12,7 @@ export class Answer {
     this.end = h("p", { class: "dim end" }, "");
     this.element = h("div", { class: "answer" }, many > 1 ? h("p", { class: "dim" }, `answer ${place + 1}`) : null, this.reasoning, this.body, this.calls, this.end);
     this.toolCalls = [];
-    this.pending = []; // tokens whose text has not come yet
+    this.pending = []; // tokens that have no text yet
   }
 
   take(choice) {

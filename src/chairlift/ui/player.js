@@ -3,7 +3,7 @@
 import { wantsStillness } from "./dom.js";
 
 const CATCH_UP = 0.15; // seconds over which columns that have arrived together are shown
-const STILL_EVERY = 1000; // ms between two frames for those who want no motion
+const STILL_EVERY = 1000; // ms between two frames with "reduce motion" set
 
 export class Player {
   constructor() {

@@ -117,7 +117,7 @@ export class Playground {
     this.tip.style.top = `${place.bottom - panel.top + 6}px`;
   }
 
-  /** Arrow keys, in the conversation: from one token to the next, whose alternatives are shown and read aloud. */
+  /** Arrow keys, in the conversation: from one token to the next; its alternatives are shown and read aloud. */
   move(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     const tokens = [...this.log.querySelectorAll(".token")];

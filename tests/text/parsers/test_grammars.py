@@ -20,7 +20,7 @@ LOOSE = [WEATHER, SEARCH, NOW]
 
 
 class ByteVocabulary:
-    """A tokenizer whose tokens are bytes, and markers as special tokens or not at all."""
+    """A tokenizer with bytes as tokens, and markers as special tokens or not at all."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         self.eos_token_id, self.bos_token_id = 256, None

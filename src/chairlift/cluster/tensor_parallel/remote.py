@@ -31,7 +31,7 @@ class Remote(msgspec.Struct, frozen=True):
 
 
 class RankJob(msgspec.Struct, frozen=True):
-    """The first message to a rank host: the rank whose process it starts."""
+    """The first message to a rank host: the rank to start there."""
 
     rank: Annotated[int, Meta(ge=1)]
     size: Annotated[int, Meta(ge=2, le=1024)]
