@@ -25,8 +25,9 @@ _ALIKE = 8  # gains are about equal that differ by less than 1 / 8
 _CERTAIN = 0.98  # highest estimate
 _RATE = 0.1  # share of each measurement in an average
 _LEARNED = 0.2  # share of an error that corrects what a check takes
-_MEASURED = 0.05  # how much less of an error is ascribed to a pass of the draft model
-_REST = 5  # after 2 ** 5 steps at most, an overlapped engine that drafts nothing collects a step early to try again
+_MEASURED = 0.01  # how much less of an error is ascribed to a pass of the draft model
+_REST = 6  # after 2 ** 6 steps at most, an overlapped engine that drafts nothing collects a step early to try again
+_TRIED = 0.75  # speed beside none that a trial may be predicted to have: the prediction may be wrong
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Speculation:
         self._misses = 0  # steps collected early in a row without a draft that was worth it
         self._rest = 0  # steps until the next is collected early
         self._rested = 0  # steps since the last for which drafts were chosen
+        self._is_trial = False  # whether the step after a rest is planned
 
     def acceptance(self, sequence: Sequence, grade: int = 0) -> float:
         """Return the probability that the next draft of a sequence is accepted, if those before it are."""
@@ -95,11 +97,13 @@ class Speculation:
 
     def collects_early(self, is_checking: bool, running: int) -> bool:
         """Whether to collect the step in flight before the next is planned: drafts need all tokens before them."""
+        self._is_trial = False
         if is_checking:
             return True
         self._rest -= 1
         self._rested += 1
-        return self._rest < 0 and running > 0 and self.may_pay(running)
+        self._is_trial = self._rest < 0 and running > 0 and self.may_pay(running)
+        return self._is_trial
 
     def choose(self, sequences: list[Sequence], decodes: int, prompt_tokens: int) -> list[Proposal]:
         """Return the drafts to check of each sequence, none of most, in a step of `decodes` decodes, these included.
@@ -156,8 +160,9 @@ class Speculation:
     def _count(self, gains: list[tuple[float, int, int]], drafting: int, decodes: int, prompt_tokens: int) -> int:
         """Return how many of the drafts bring the most tokens a second."""
         size, most = decodes + prompt_tokens, len(gains)
-        best = decodes / self.times.seconds(size)
-        expected, count, deepest = float(decodes), 0, 0
+        none = decodes / self.times.seconds(size)
+        best, count = none * _TRIED if self._is_trial else none, 0
+        expected, deepest = float(decodes), 0
         for number, (gain, _, depth) in enumerate(gains, 1):
             expected += gain
             deepest = max(deepest, depth)
@@ -166,7 +171,7 @@ class Speculation:
             seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest) + self.early_seconds
             if expected / seconds > best:
                 best, count = expected / seconds, number
-        if count:
+        if best > none:
             self._misses = 0
         else:
             self._misses = min(self._misses + 1, _REST)
