@@ -16,14 +16,11 @@ import transformers
 from chairlift import LLM, SamplingParams
 from chairlift.core.drafting import MAX_DRAFTS, Drafter, Proposal
 from chairlift.core.request import Sequence
-from chairlift.core.speculation import Speculation
-from chairlift.core.step_times import StepTimes
 from chairlift.execution import checks
+from drafts import prompts_of, speculate, tokens_of
 from mostly_long import mostly_long
-from test_greedy import CHOICES, GREEDY, MODELS, WAYS, continue_with_transformers
+from test_greedy import CHOICES, MODELS, WAYS, continue_with_transformers
 from tiny import make_tiny_model
-
-FREE = StepTimes([(1, 1.0), (400, 1.0)])
 
 
 class Oracle(Drafter):
@@ -36,22 +33,6 @@ class Oracle(Drafter):
         draw = self._random
         right = self._known(sequence)[len(sequence.output) :][: draw.randint(0, most)]
         return Proposal([*right, *(draw.randrange(384) for _ in range(draw.randint(0, most - len(right))))])
-
-
-def speculate(llm: LLM, drafter: Drafter) -> Speculation:
-    found = Speculation(drafter, FREE, most=llm.engine.scheduler.limits.step_drafts)
-    found.fixed = MAX_DRAFTS  # as many as there are: what they cost is not the question here
-    llm.engine.scheduler.planner.speculation = found
-    return found
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
-    return [output.token_ids for result in llm.generate(prompts, params) for output in result.outputs]
-
-
-def prompts_of(seed: int, count: int = 12) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(count)]
 
 
 def oracle_of(prompts: list[list[int]], answers: list[list[int]]) -> Oracle:
@@ -69,7 +50,7 @@ def test_greedy_tokens_with_drafts_equal_transformers_in_every_way_to_run(name: 
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    prompts = prompts_of(1)
+    prompts = prompts_of(1, 12)
     expected = [continue_with_transformers(reference, prompt, 40) for prompt in prompts]
     ways = WAYS if name == FAMILIES[0] else {way: WAYS[way] for way in ("batched", "preempted, overlapped, chunked")}
     for way, settings in ways.items():
@@ -86,7 +67,7 @@ def test_greedy_tokens_with_drafts_equal_transformers_in_every_way_to_run(name: 
 
 def test_no_choice_of_scheduling_changes_a_token_with_drafts(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False)
-    prompts = prompts_of(2)
+    prompts = prompts_of(2, 12)
     expected = tokens_of(LLM(str(folder), progress=False), prompts)
     for way, settings in CHOICES.items():
         llm = LLM(str(folder), progress=False, speculation="ngram", **settings)
@@ -99,7 +80,7 @@ def test_no_choice_of_scheduling_changes_a_token_with_drafts(tmp_path: Path) -> 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_ngram_drafter_finds_what_repeats_and_changes_no_token(overlap: bool, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, initializer_range=0.05)  # such answers repeat themselves
-    prompts = prompts_of(3, count=4)
+    prompts = prompts_of(3, 4)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     expected = tokens_of(LLM(str(folder), progress=False), prompts, params)
     llm = LLM(str(folder), progress=False, speculation="ngram", overlap=overlap)
@@ -125,7 +106,7 @@ SAMPLED = {
 def test_seeded_answers_are_the_same_with_any_drafts(overlap: bool, tmp_path: Path) -> None:
     """Each token is sampled with the randomness of its position, in a check as in a decode."""
     folder = make_tiny_model(tmp_path, tokenizer=False)
-    prompts = [prompt for prompt in prompts_of(4, count=3) for _ in SAMPLED]
+    prompts = [prompt for prompt in prompts_of(4, 3) for _ in SAMPLED]
     params = [
         SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, seed=7 + i, n=2, logprobs=2, **more)
         for i, more in enumerate([*SAMPLED.values()] * 3)
@@ -213,7 +194,7 @@ class Guess(Drafter):
 @pytest.mark.parametrize("way", mostly_long(["top_p and top_k", "penalties", "plain", "min_p"], 2))
 def test_sampled_tokens_keep_their_distribution(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, initializer_range=0.12)
-    prompt = prompts_of(5, count=1)[0]
+    prompt = prompts_of(5, 1)[0]
     params = {"temperature": 0.7, "allowed_token_ids": LIKELY, **SAMPLED[way]}
     plain = sampled(LLM(str(folder), progress=False, max_sequences=100, seed=1), prompt, **params)
     llm = LLM(str(folder), progress=False, max_sequences=100, speculation="ngram", seed=2)

@@ -36,21 +36,3 @@ def llm_on(ranks: Ranks, model: Path | str, **settings: Any) -> Iterator[LLM]:
 def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
     """The tokens of every answer to every prompt."""
     return [[list(answer.token_ids) for answer in result.outputs] for result in llm.generate(prompts, params)]
-
-
-def ties(one: LLM, prompts: list[list[int]], params: SamplingParams, got: list[list[list[int]]]) -> list[str]:
-    """Check that greedy tokens equal those of one rank; return the ties that fell the other way, with their margins."""
-    scored = replace(params, logprobs=5)
-    found = []
-    for number, (result, own) in enumerate(zip(one.generate(prompts, scored), got, strict=True)):
-        expected, tokens = list(result.outputs[0].token_ids), own[0]
-        if tokens == expected:
-            continue
-        place = next(at for at, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1])
-        entries = result.outputs[0].logprobs
-        assert entries is not None
-        scores = {token: entry.logprob for token, entry in entries[place].items()}
-        margin = scores[expected[place]] - scores.get(tokens[place], float("-inf"))
-        assert margin < TIE, f"prompt {number}, token {place}: {tokens[place]} for {expected[place]} by {margin:.2g}"
-        found.append(f"prompt {number}, token {place}: margin {margin:.2g}")
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import answers, llm_on, ties
+from on_ranks import TIE, answers, llm_on
 
 from chairlift import LLM, SamplingParams
 from chairlift.cluster.tensor_parallel.ranks import Ranks
@@ -17,6 +17,7 @@ from mostly_long import mostly_long
 from test_beams import params_of
 from test_default_model import QUESTIONS
 from test_greedy import MODELS
+from ties import ties
 from tiny import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -66,7 +67,7 @@ def compare(ranks: Ranks, folder: Path, ways: dict[str, dict[str, Any]]) -> None
             got = answers(llm, prompts_of(), GREEDY)
             assert (llm.engine.scheduler.counters.preemptions > 0) == ("kv_tokens" in settings), way
         reference = LLM(str(folder), progress=False, **settings)
-        assert ties(reference, prompts_of(), GREEDY, got) == [], way
+        assert ties(reference, prompts_of(), GREEDY, got, TIE) == [], way
 
 
 @pytest.mark.parametrize("name", mostly_long(SOME, 2))
@@ -201,7 +202,7 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(two: Ranks) -> None
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with llm_on(two, "stories15m", **settings) as llm:
         got = answers(llm, prompts, params)
-    assert ties(LLM("stories15m", progress=False, **settings), prompts, params, got) == []
+    assert ties(LLM("stories15m", progress=False, **settings), prompts, params, got, TIE) == []
 
 
 def test_half_precision_runs_on_ranks_too(two: Ranks, tiny_model: Path) -> None:
@@ -223,7 +224,7 @@ def test_the_default_model_on_three_ranks_has_the_tokens_of_one(capsys: pytest.C
         "swapped": {"kv_tokens": 256, "preemption": "swap"},
     }.items():
         with llm_on(ranks, "smollm2-135m", **{**settings, **more}) as llm:
-            found[way] = ties(one, asked, greedy, answers(llm, asked, greedy))
+            found[way] = ties(one, asked, greedy, answers(llm, asked, greedy), TIE)
             assert (llm.engine.scheduler.counters.preemptions > 0) == bool(more)
     with llm_on(ranks, "smollm2-135m", **settings) as llm:
         for params in (params_of(3, 12, None), SamplingParams(n=3, seed=3, max_tokens=12)):

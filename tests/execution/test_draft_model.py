@@ -11,16 +11,11 @@ import torch
 import transformers
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.drafting import MAX_DRAFTS, DeviceDrafter
 from chairlift.core.errors import SettingsError
-from chairlift.core.speculation import Speculation
-from chairlift.core.step_times import StepTimes
 from chairlift.execution.draft_model import DraftModel
+from drafts import drafting, prompts_of, tokens_of
 from mostly_long import mostly_long
 from tiny import make_tiny_model
-
-FREE = StepTimes([(1, 1.0), (400, 1.0)])
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +29,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "draft"
     shape: dict[str, Any] = {"num_hidden_layers": 1, "head_dim": 32, "num_key_value_heads": 1, "hidden_size": 32}
     return make_tiny_model(folder, "Qwen3ForCausalLM", tokenizer=False, seed=5, **shape)
-
-
-def drafting(model: Path, draft: Path, **settings: Any) -> tuple[LLM, Speculation]:
-    llm = LLM(str(model), progress=False, speculation="draft", draft=str(draft), **settings)
-    speculation = Speculation(DeviceDrafter(), FREE, most=llm.engine.scheduler.limits.step_drafts)
-    speculation.fixed = MAX_DRAFTS
-    llm.engine.scheduler.planner.speculation = speculation
-    return llm, speculation
-
-
-def prompts_of(seed: int, count: int = 10) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(count)]
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
-    return [output.token_ids for result in llm.generate(prompts, params) for output in result.outputs]
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -67,9 +45,9 @@ def test_every_draft_is_what_the_draft_model_would_answer(
 ) -> None:
     """Compared with plain torch, from the text so far: so nothing rejected, evicted or moved is in its cache."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-    prompts = prompts_of(1)
+    prompts = prompts_of(1, 10)
     expected = tokens_of(LLM(str(model), progress=False), prompts)
-    llm, speculation = drafting(model, other, **WAYS[way])
+    llm, speculation = drafting(model, other, "draft", **WAYS[way])
     drafted: list[tuple[list[int], list[int]]] = []
     plain = DraftModel.draft
 
@@ -91,12 +69,12 @@ def test_every_draft_is_what_the_draft_model_would_answer(
 
 
 def test_a_draft_model_that_is_the_model_itself_is_always_right_greedy_and_sampled(model: Path) -> None:
-    prompts = prompts_of(2)
+    prompts = prompts_of(2, 10)
     params = [
         SamplingParams(temperature=0.8 * (i % 3), top_p=0.9, max_tokens=30, ignore_eos=True, seed=i) for i in range(10)
     ]
     expected = tokens_of(LLM(str(model), progress=False), prompts, params)
-    llm, speculation = drafting(model, model)
+    llm, speculation = drafting(model, model, "draft")
     assert tokens_of(llm, prompts, params) == expected
     assert speculation.counts.accepted == speculation.counts.drafted, "a seeded choice is drafted with its randomness"
     steps = sum(speculation.counts.drafted) / speculation.counts.checks
@@ -133,7 +111,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
 def test_drafts_are_accepted_by_chance_for_measurements(chance: float, model: Path) -> None:
     llm = LLM(str(model), progress=False, speculation="ngram", acceptance=chance, fixed_drafts=4)
-    tokens_of(llm, prompts_of(3))
+    tokens_of(llm, prompts_of(3, 10))
     speculation = llm.engine.scheduler.planner.speculation
     assert speculation is not None
     rate = speculation.counts.accepted[0] / speculation.counts.drafted[0]

@@ -12,16 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.drafting import MAX_DRAFTS, DeviceDrafter
 from chairlift.core.errors import ChairliftError
-from chairlift.core.speculation import Speculation
-from chairlift.core.step_times import StepTimes
 from chairlift.execution.head_drafts import HeadDrafts
+from drafts import drafting, prompts_of, tokens_of
 from eagle3 import Reference, make_head, train_head
 from tiny import make_tiny_model
 
-FREE = StepTimes([(1, 1.0), (400, 1.0)])
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LAYERS = (2, 4, 5)  # of a model with 8
 
 
@@ -29,24 +25,6 @@ LAYERS = (2, 4, 5)  # of a model with 8
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "model"
     return make_tiny_model(folder, tokenizer=False, spread_norms=True, num_hidden_layers=8)
-
-
-def drafting(model: Path, head: Path, **settings: Any) -> tuple[LLM, Speculation]:
-    """An engine that drafts as many tokens as it may, whatever they cost."""
-    llm = LLM(str(model), progress=False, speculation="eagle3", draft=str(head), **settings)
-    speculation = Speculation(DeviceDrafter(), FREE, most=llm.engine.scheduler.limits.step_drafts)
-    speculation.fixed = MAX_DRAFTS
-    llm.engine.scheduler.planner.speculation = speculation
-    return llm, speculation
-
-
-def prompts_of(seed: int, count: int = 10) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(384) for _ in range(draw.randint(1, 90))] for _ in range(count)]
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
-    return [output.token_ids for result in llm.generate(prompts, params) for output in result.outputs]
 
 
 class Watch:
@@ -87,8 +65,8 @@ def test_drafts_are_those_of_plain_torch(
 ) -> None:
     config, layers = HEADS[name]
     head = make_head(tmp_path / "head", model, seed=3, **config)
-    prompts, watch = prompts_of(1), Watch(monkeypatch)
-    llm, speculation = drafting(model, head)
+    prompts, watch = prompts_of(1, 10), Watch(monkeypatch)
+    llm, speculation = drafting(model, head, "eagle3")
     tokens_of(llm, prompts)
     assert len(watch.drafted) == speculation.counts.checks > 100
     watch.compare(Reference.of(head, model, layers))
@@ -124,7 +102,7 @@ def test_a_trained_head_is_right_often_and_changes_no_token(
 ) -> None:
     """Its drafts are those of plain torch whatever was accepted, evicted, moved or cached before."""
     watch = Watch(monkeypatch)
-    llm, speculation = drafting(trained.model, trained.head, **WAYS[way])
+    llm, speculation = drafting(trained.model, trained.head, "eagle3", **WAYS[way])
     assert tokens_of(llm, trained.prompts) == trained.answers
     counts = speculation.counts
     assert sum(counts.drafted) > sum(counts.accepted) > 40
@@ -150,7 +128,7 @@ def test_forks_and_samples_have_the_answers_that_they_have_without_drafts(traine
     ]
     params[3] = SamplingParams(temperature=0, max_tokens=30, logprobs=2, prompt_logprobs=1, min_tokens=9, seed=1)
     expected = tokens_of(LLM(str(trained.model), progress=False), trained.prompts, params)
-    llm, speculation = drafting(trained.model, trained.head)
+    llm, speculation = drafting(trained.model, trained.head, "eagle3")
     assert tokens_of(llm, trained.prompts, params) == expected
     assert sum(speculation.counts.accepted) > 20
 
@@ -214,6 +192,6 @@ def test_a_speculators_config_is_read(model: Path, tmp_path: Path) -> None:
     layer = json.loads((head / "config.json").read_text())
     outer = {"speculators_model_type": "eagle3", "draft_vocab_size": 100, "norm_before_residual": True}
     (head / "config.json").write_text(json.dumps(outer | {"transformer_layer_config": layer}))
-    llm, _ = drafting(model, head)
+    llm, _ = drafting(model, head, "eagle3")
     found = llm.engine._executor.drafts._head.config  # type: ignore[attr-defined]
     assert (found.vocab_size, found.keeps_norm, found.layers) == (100, True, LAYERS)
