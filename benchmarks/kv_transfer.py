@@ -2,6 +2,7 @@
 
     python benchmarks/kv_transfer.py --device cuda          # CUDA IPC: two processes on one GPU
     python benchmarks/kv_transfer.py --device cpu --way tcp
+    UCX_TLS=tcp UCX_NET_DEVICES=lo python benchmarks/kv_transfer.py --device cpu --way tcp     # NIXL if installed
 
 The blocks are those of Llama-3.1-8B (32 layers, 8 KV heads of 128, bfloat16) on a GPU, and of the default model on a
 CPU. Each prompt is sent in one piece, as a step has computed it, and timed until the receiver's cache has it.
@@ -21,6 +22,7 @@ import torch
 
 from chairlift.cluster.kv_transfer.incoming import Incoming
 from chairlift.cluster.kv_transfer.outgoing import Outgoing
+from chairlift.cluster.kv_transfer.region import ways_between
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.plan import StepPlan
@@ -107,6 +109,7 @@ def send(address: str, device: torch.device, tokens: int, times: int) -> None:
     size_bytes = len(table) * BlockExchange(cache).block_bytes
     median = statistics.median(seconds[2:])
     print(
+        f"{ways_between(address, device)[0]}: "
         f"{tokens:,} tokens, {size_bytes / 1e6:.0f} MB: median {1000 * median:.2f} ms ({size_bytes / median / 1e9:.1f} "
         f"GB/s), fastest {1000 * min(seconds[2:]):.2f} ms"
     )

@@ -13,8 +13,8 @@ from random import Random
 import pytest
 import torch
 
+from chairlift.cluster.kv_transfer import nixl, region, wire
 from chairlift.cluster.kv_transfer import outgoing as outgoing_module
-from chairlift.cluster.kv_transfer import region, wire
 from chairlift.cluster.kv_transfer.incoming import Incoming
 from chairlift.cluster.kv_transfer.outgoing import Outgoing
 from chairlift.cluster.kv_transfer.wire import Blocks, Hello, LinkError, Prompt, Welcome
@@ -79,8 +79,22 @@ def address(kind: str, folder: Path) -> str:
         return f"tcp:127.0.0.1:{free.getsockname()[1]}"
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture
+def with_nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """NIXL over TCP, which is the one transport of a machine without RDMA, on the loopback interface."""
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install 'chairlift[nixl]'")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    nixl.is_usable.cache_clear()
+    assert nixl.is_usable()
+    yield
+    nixl.is_usable.cache_clear()
+
+
+@pytest.fixture(params=["unix", "tcp", "nixl"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "nixl":
+        request.getfixturevalue("with_nixl")
     return address(request.param, tmp_path)
 
 
@@ -206,7 +220,7 @@ def test_a_lost_sender_leaves_what_has_arrived_and_no_memory(where: str) -> None
 
 def handshake(where: str, engine: Engine) -> tuple[socket.socket, int]:
     link = wire.connect(where, KEY)
-    wire.send(link, Hello("same", engine.blocks.block_bytes, "tcp" if where.startswith("tcp") else "shm"))
+    wire.send(link, Hello("same", engine.blocks.block_bytes, ["tcp" if where.startswith("tcp") else "shm"]))
     welcome = wire.receive(link)
     assert isinstance(welcome, Welcome)
     if where.startswith("unix"):
@@ -222,7 +236,7 @@ def handshake(where: str, engine: Engine) -> tuple[socket.socket, int]:
         [Prompt(1, "", bytes(4 * SIZE)), Blocks(1, 0, [60_000])],
         [Prompt(1, "", bytes(4 * SIZE)), Blocks(1, 1, [0])],
         [Prompt(1, "", bytes(4 * SIZE)), Blocks(1, 0, [])],
-        [Hello("same", 1, "shm")],
+        [Hello("same", 1, ["shm"])],
         [b"\xff\xff\xff\x7f" + bytes(100)],
         [b"\x05\x00\x00\x00nonse"],
         [bytes(1000)],

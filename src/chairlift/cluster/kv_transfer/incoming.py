@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import time
 from contextlib import suppress
 from threading import Lock, Thread
 
 from chairlift.cluster.kv_transfer import region, wire
+from chairlift.cluster.kv_transfer.nixl import UnusableError
 from chairlift.cluster.kv_transfer.wire import Blocks, End, Hello, LinkError, Prompt, Read, Refused, Welcome
 from chairlift.core.exchange import Arrived, Exchange
 from chairlift.core.prefix_node import TOKEN_BYTES
@@ -20,6 +22,7 @@ log = logging.getLogger("chairlift")
 MAX_CONNECTIONS = 64
 _MAX_PROMPTS = 4096  # of one connection, of which blocks may follow
 _MOST_SLOTS = 1024  # of one connection
+_PROGRESS, _IDLE = 0.0001, 0.01  # seconds between two calls of a region's `progress`, with open prompts and without
 _ACCEPT_AGAIN = 1.0  # seconds after an error
 _BACKLOG = 8  # new connections that may be in their handshake
 
@@ -31,11 +34,15 @@ class Connection:
         self._incoming, self._link, self._way = incoming, link, way
         slots = max(1, min(_MOST_SLOTS, region.BYTES[way] // incoming.blocks.block_bytes))
         size = slots * incoming.blocks.block_bytes
-        self._raw, handle, descriptor = region.make(way, size, incoming.blocks.device)
+        self._region = region.make(way, size, incoming.blocks.device)
+        self._raw, handle, descriptor, *_ = self._region
         try:
-            wire.send(link, Welcome(slots, handle))
+            wire.send(link, Welcome(slots, way, handle))
             if descriptor is not None:
                 region.send_descriptor(link, descriptor)
+        except LinkError:
+            self._region.close()
+            raise
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -50,6 +57,7 @@ class Connection:
         """Read messages until the sender is gone."""
         self._link.settimeout(None)
         while True:
+            self._await_message()
             match wire.receive(self._link):
                 case Prompt() as prompt:
                     if len(self._prompts) >= _MAX_PROMPTS:
@@ -61,6 +69,15 @@ class Connection:
                     self._prompts.pop(transfer, None)
                 case other:
                     raise LinkError(f"{type(other).__name__} was not expected")
+
+    def _await_message(self) -> None:
+        if (progress := self._region.progress) is None:
+            return
+        ready = select.poll()
+        ready.register(self._link, select.POLLIN)
+        while not ready.poll(0):
+            progress()
+            time.sleep(_PROGRESS if self._prompts else _IDLE)
 
     def _take(self, prompt: Prompt | None, first: int, slots: list[int]) -> None:
         """Queue filled slots for the engine's next step."""
@@ -105,8 +122,10 @@ class Connection:
         self._drop_if_over()
 
     def _drop_if_over(self) -> None:
-        if self._is_closed and len(self._granted) == self._all:
-            self._incoming.blocks.drop_region(self._first)
+        with self._lock:
+            if self._is_closed and len(self._granted) == self._all:
+                self._incoming.blocks.drop_region(self._first)
+                self._region.close()
 
 
 class Incoming:
@@ -118,6 +137,7 @@ class Incoming:
         self.blocks, self.block_size = blocks, block_size
         self._layout, self._key, self._exchange = layout, key, exchange
         self._kind = address.partition(":")[0]
+        region.ways_between(address, blocks.device)  # NIXL is looked for now: it takes longer than a step
         self.connections = 0
         self._lock = Lock()  # of that number, which many threads change
         self.reader, self._writer = os.pipe()  # readable when blocks have arrived
@@ -156,7 +176,7 @@ class Incoming:
             if reason is not None or not isinstance(hello, Hello):
                 wire.send(link, Refused(reason or "a Hello was expected"))
                 return
-            connection = Connection(self, link, hello.way)
+            connection = self._welcome(link, self._common(hello.ways))
             connection.serve()
         except LinkError as error:
             log.info("a KV connection has ended: %s", error)
@@ -168,6 +188,15 @@ class Incoming:
             link.close()
             self._count(-1)
 
+    def _welcome(self, link: socket.socket, ways: list[str]) -> Connection:
+        """Return a connection that uses the first of the ways that can be used."""
+        for way in ways[:-1]:
+            try:
+                return Connection(self, link, way)
+            except UnusableError as error:
+                log.warning("KV blocks cannot be received by %s: %s", way, error)
+        return Connection(self, link, ways[-1])
+
     def _count(self, more: int) -> None:
         with self._lock:
             self.connections += more
@@ -178,10 +207,15 @@ class Incoming:
             return "a Hello was expected"
         if (hello.layout, hello.block_bytes) != (self._layout, self.blocks.block_bytes):
             return "the engines have different models, dtypes or block sizes: start both with the same settings"
-        ways = ("tcp",) if self._kind == "tcp" else ("shm", "cuda")
-        if hello.way not in ways or (hello.way == "cuda") != (self.blocks.device.type == "cuda" and "cuda" in ways):
-            return f"blocks cannot be sent by {hello.way} to an engine on {self.blocks.device} at a {self._kind} socket"
+        if not self._common(hello.ways):
+            ways = " or ".join(hello.ways)
+            return f"blocks cannot be sent by {ways} to an engine on {self.blocks.device} at a {self._kind} socket"
         return None
+
+    def _common(self, ways: list[str]) -> list[str]:
+        """Return the ways of a sender that this end can use too, in the sender's order."""
+        own = region.ways_between(f"{self._kind}:", self.blocks.device)
+        return [way for way in ways if way in own]
 
     def arrived(self, blocks: Arrived) -> None:
         """Queue blocks for the engine's next step; called by a connection's thread."""

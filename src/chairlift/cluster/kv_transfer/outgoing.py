@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from chairlift.cluster.kv_transfer import region, wire
+from chairlift.cluster.kv_transfer import nixl, region, wire
+from chairlift.cluster.kv_transfer.nixl import UnusableError
 from chairlift.cluster.kv_transfer.wire import Blocks, End, Hello, LinkError, Prompt, Read, Refused, Welcome
 from chairlift.execution.exchange import BlockExchange
 
@@ -38,24 +39,14 @@ class Peer:
 
     def __init__(self, address: str, key: bytes, layout: str, blocks: BlockExchange, outgoing: Outgoing) -> None:
         self._blocks, self._outgoing = blocks, outgoing
-        way = region.way_between(address, blocks.device)
-        self._is_sent = way == "tcp"
-        self._link = wire.connect(address, key)
+        ways = region.ways_between(address, blocks.device)
         try:
-            wire.send(self._link, Hello(layout, blocks.block_bytes, way))
-            match wire.receive(self._link):
-                case Welcome(slots, handle):
-                    size = slots * blocks.block_bytes
-                    self._raw = region.open_region(way, size, blocks.device, handle, self._link)
-                case Refused(reason):
-                    raise LinkError(f"{address} refuses blocks: {reason}")
-                case _:
-                    raise LinkError(f"{address} does not follow the protocol")
-        except BaseException:
-            self._link.close()
-            raise
+            slots = self._connect(address, key, layout, ways)
+        except UnusableError as error:
+            log.warning("KV blocks are sent to %s over TCP: %s", address, error)
+            slots = self._connect(address, key, layout, ways[1:])
         self._link.settimeout(None)
-        self._slots = blocks.view(self._raw)
+        self._slots = blocks.view(self._region.raw)
         self._free: deque[int] = deque(range(slots))
         self._owner: dict[int, Transfer] = {}  # of each slot that is not free
         self._changed = Condition()
@@ -64,6 +55,27 @@ class Peer:
         self._queue: SimpleQueue[Filled | Prompt | End | None] = SimpleQueue()
         for task in (self._send_all, self._read_all):
             Thread(target=task, name=f"kv-{task.__name__}", daemon=True).start()
+
+    def _connect(self, address: str, key: bytes, layout: str, ways: list[str]) -> int:
+        """Connect to the receiver and open its region; return the number of slots."""
+        blocks = self._blocks
+        self._link = wire.connect(address, key)
+        try:
+            wire.send(self._link, Hello(layout, blocks.block_bytes, ways))
+            match wire.receive(self._link):
+                case Welcome(slots, way, handle) if way in ways:
+                    size, block = slots * blocks.block_bytes, blocks.block_bytes
+                    self._region = region.open_region(way, size, block, blocks.device, handle, self._link)
+                    self._is_sent = way == "tcp"
+                    log.info("KV blocks are sent to %s by %s", address, way)
+                    return slots
+                case Refused(reason):
+                    raise LinkError(f"{address} refuses blocks: {reason}")
+                case _:
+                    raise LinkError(f"{address} does not follow the protocol")
+        except BaseException:
+            self._link.close()
+            raise
 
     # ---- called by the engine's thread
 
@@ -106,14 +118,18 @@ class Peer:
                     continue
                 if item.done is not None:
                     item.done.synchronize()
+                if self._region.write is not None:
+                    self._region.write(item.slots, lambda: self.is_lost)
                 wire.send(self._link, Blocks(item.transfer, item.first, item.slots))
                 if self._is_sent:
                     self._send_bytes(item.slots)
         except (LinkError, RuntimeError) as error:
             self._lose(str(error))
+        finally:
+            self._region.close()
 
     def _send_bytes(self, slots: list[int]) -> None:
-        memory, size = memoryview(self._raw.numpy().data), self._blocks.block_bytes
+        memory, size = memoryview(self._region.raw.numpy().data), self._blocks.block_bytes
         try:
             for slot in slots:
                 self._link.sendall(memory[slot * size : (slot + 1) * size])
@@ -184,6 +200,8 @@ class Outgoing:
         self._key, self._layout, self._size, self._blocks = key, layout, block_size, blocks
         self._peers: dict[str, Peer] = {}
         self._failed: dict[str, float] = {}  # when each receiver could not be reached
+        if key:
+            nixl.is_usable()  # looked for now: it takes longer than a step
         self._transfers: dict[str, Transfer] = {}
         self._done: deque[Transfer] = deque()
         self._next = 0

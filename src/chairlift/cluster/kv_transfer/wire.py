@@ -24,6 +24,7 @@ _NONCE = 32  # bytes
 _LEAST_KEY = 16  # bytes of a cluster key
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Handle = Annotated[list[bytes | int | bool], Meta(max_length=16)]
 Slots = Annotated[list[Annotated[int, Meta(ge=0, lt=MOST_SLOTS)]], Meta(max_length=MOST_SLOTS)]
 
 
@@ -36,14 +37,15 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     layout: Annotated[str, Meta(max_length=64)]  # digest of the model and of a block's layout
     block_bytes: Number
-    way: Annotated[str, Meta(max_length=8)]  # shm, cuda or tcp
+    ways: Annotated[list[Annotated[str, Meta(max_length=8)]], Meta(max_length=4)]  # that it can use, the best first
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """From the receiver: its slots, all of which the sender may fill; a descriptor of shared memory follows for shm."""
 
     slots: Annotated[int, Meta(ge=1, lt=MOST_SLOTS)]
-    handle: Annotated[list[bytes | int | bool], Meta(max_length=16)] = []  # of memory on a GPU, for cuda
+    way: Annotated[str, Meta(max_length=8)]  # one of the sender's
+    handle: Handle = []  # of memory on a GPU, for cuda; of registered memory, for nixl
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
