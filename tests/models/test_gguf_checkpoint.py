@@ -152,6 +152,17 @@ def test_a_model_with_several_end_tokens_has_a_list_of_them(tmp_path: Path) -> N
     assert open_checkpoint(path).config["eos_token_id"] == [2, 9]
 
 
+def test_a_vocabulary_is_read_when_it_is_asked_for_and_not_kept(tmp_path: Path) -> None:
+    def add(writer: GGUFWriter) -> None:
+        writer.add_token_list(["a", "b"])
+        writer.add_name("small")
+
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", hf_tensors(), add))
+    assert isinstance(checkpoint, GgufCheckpoint)
+    assert checkpoint.metadata["general.name"] == "small" and "tokenizer.ggml.tokens" not in checkpoint.metadata
+    assert checkpoint.read_metadata() == checkpoint.metadata | {"tokenizer.ggml.tokens": ["a", "b"]}
+
+
 def test_a_folder_with_one_gguf_is_that_model_and_with_several_an_error(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama", hf_tensors())
     assert isinstance(open_checkpoint(tmp_path), GgufCheckpoint)

@@ -214,3 +214,10 @@ def test_each_machine_gets_its_instruction(
     text = assembly(triple, cpu, features, emit)
     products = rows * vectors * layout.group // 4 * (2 if kind == "plain" else 1)
     assert text.count(f"\t{instruction}") >= products
+
+
+def test_packing_gives_back_the_pages_of_a_mapped_matrix_as_it_reads_them() -> None:
+    """The pages of a whole embedding would be as large as the rest of a small model."""
+    made, released = blocks("Q4_K", 3072, 1024), []
+    Linear(Blocks(made.raw, made.form, lambda: released.append(True)))
+    assert len(released) >= 3

@@ -1,5 +1,7 @@
 """Norm, rope, KV writes and the vector exponential against their references."""
 
+from pathlib import Path
+
 import numba
 import numpy as np
 import pytest
@@ -12,6 +14,22 @@ from chairlift.ops.rotate import rope_reference, rotate_and_store
 from chairlift.ops.tile import exp
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
+def test_the_first_block_of_each_layer_takes_little_memory() -> None:
+    cache = KvCache(24, 800, 2, 128, 16, torch.float32, CPU)
+    before = resident_bytes()
+    for layer in cache.arrays:
+        layer[0] = 1
+    assert resident_bytes() - before < 3 * 24 * cache.arrays[0][0].nbytes < cache.data.nbytes / 100
+    assert cache.data[:, 0].min() == 1 and not cache.data[:, 1].any()
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process's anonymous pages."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

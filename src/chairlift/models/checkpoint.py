@@ -267,6 +267,8 @@ class GgufCheckpoint:
         self.keeps_blocks = False  # whether `weight` returns quantized matrices in their block format
         self._file = GgufFile(path)
         self.config = hf_config(self._file)
+        self.metadata = {key: value for key, value in self._file.metadata.items() if not isinstance(value, list)}
+        self._file.metadata = self.metadata  # the tokens and merges of a tokenizer take tens of megabytes
         try:
             self._gguf_names = {hf_name(name): name for name in self._file.tensors if name != ROPE_FACTORS}
         except ModelError as problem:
@@ -277,10 +279,9 @@ class GgufCheckpoint:
         """The bytes of tensors, as they are stored, that `tensor` has read so far."""
         return self._file.read_bytes
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The file's metadata, which includes the tokenizer and the chat template."""
-        return self._file.metadata
+    def read_metadata(self) -> dict[str, Any]:
+        """Read all of the file's metadata, which includes the tokenizer; `metadata` has no lists."""
+        return self._file.read_metadata()
 
     def names(self) -> list[str]:
         """Return the Hugging Face names of all tensors."""

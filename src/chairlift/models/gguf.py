@@ -66,6 +66,15 @@ class GgufFile:
         infos = [header.tensor() for _ in range(tensor_count)]
         start = header.data_start(self.metadata.get("general.alignment", 32))
         self.tensors = self._place(infos, start)
+        release(self._data, 0, header.at)
+
+    def read_metadata(self) -> dict[str, Any]:
+        """Read the metadata again, for users of a vocabulary, which takes tens of megabytes."""
+        header = _Header(self.path, self._data)
+        _, count = header.counts()
+        found = header.entries(count)
+        release(self._data, 0, header.at)
+        return found
 
     def read(
         self,

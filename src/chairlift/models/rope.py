@@ -130,8 +130,8 @@ def rope_tables(rope: RopeConfig, dim: int, length: int, device: torch.device) -
     elif rope.scaling == "yarn":
         inverse, attention = _yarn(inverse, rope, dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
-    cos, sin = F.pad(angles.cos() * attention, (0, rest), value=1.0), F.pad(angles.sin() * attention, (0, rest))
-    return cos.to(device), sin.to(device)
+    cos, sin = angles.cos().mul_(attention), angles.sin().mul_(attention)
+    return F.pad(cos, (0, rest), value=1.0).to(device), F.pad(sin, (0, rest)).to(device)
 
 
 def _llama3(inverse: torch.Tensor, params: Mapping[str, float]) -> torch.Tensor:

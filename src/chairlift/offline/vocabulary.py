@@ -21,7 +21,7 @@ def read_tokenizer(model: str, checkpoint: Checkpoint | None) -> tuple[Tokenizer
                 return None, "random weights have no tokenizer"
             return Tokenizer.from_folder(Path(model)), ""
         if isinstance(checkpoint, GgufCheckpoint):
-            return Tokenizer.from_gguf(checkpoint.metadata), ""
+            return Tokenizer.from_gguf(checkpoint.read_metadata()), ""
         return Tokenizer.from_folder(checkpoint.path), ""
     except ModelError as error:
         return None, str(error)

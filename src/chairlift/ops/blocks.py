@@ -80,12 +80,12 @@ class Blocks(Weight):
 
     def prepare(self, fused: Fused) -> Product:
         """Return the product that a linear layer runs."""
-        product = PanelProduct(self.form.name, FORMATS[self.form.name], self.shape, self._read, fused)
-        self._release()
-        return product
+        return PanelProduct(self.form.name, FORMATS[self.form.name], self.shape, self._read, fused)
 
     def _read(self, rows: torch.Tensor) -> Numbers:
-        return numbers_of(self.raw.index_select(0, rows).view(-1, self.form.nbytes), self.form)
+        raw = self.raw.index_select(0, rows).view(-1, self.form.nbytes)
+        self._release()  # after each part of the matrix: those of a whole embedding can be 200 MB of memory
+        return numbers_of(raw, self.form)
 
 
 def numbers_of(raw: torch.Tensor, form: BlockFormat) -> Numbers:

@@ -9,7 +9,9 @@ group, and layers of different groups share a place in the first dimension.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import numpy as np
 import torch
@@ -47,9 +49,7 @@ class KvCache:
         shape = (layers, blocks, 2, kv_heads, block_size * (dim + SCALE_BYTES if is_narrow else dim))
         # Zeros, not empty: a kernel may read the unwritten end of a block, and 0 times its value must be 0, not NaN.
         if device.type == "cpu":
-            # NumPy gets zeroed pages from the system: untouched memory costs neither time nor RAM.
-            raw = np.zeros(math.prod(shape) * stored.itemsize, np.uint8)
-            self.data = torch.from_numpy(raw).view(stored).view(shape)
+            self.data = torch.from_numpy(_zeroed(math.prod(shape) * stored.itemsize)).view(stored).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=stored, device=device)
         # [layers, blocks, 2, kv_heads, block_size]
@@ -92,6 +92,19 @@ class KvCache:
         """Copy blocks in all layers; every source is read before any target is written."""
         sources, targets = torch.tensor(pairs, device=self.data.device).T
         self.data[:, targets] = self.data[:, sources]
+
+
+def _zeroed(size: int) -> np.ndarray:
+    """Return zeroed pages of the system: memory that is not touched costs neither time nor RAM.
+
+    NumPy would ask for pages of 2 MiB, of which the first token takes one in each layer.
+    """
+    is_unix = hasattr(mmap, "MAP_PRIVATE")
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if is_unix else mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
 def write_kv_reference(cache: KvCache, layer: int, qkv: torch.Tensor, batch: Batch) -> None:
