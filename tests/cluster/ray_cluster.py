@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,12 @@ class Raylets:
 
     def pids(self, *names: str) -> dict[int, int]:
         """The cluster's processes with a name in their command line, each with the raylet that it descends from."""
-        parents, raylets = _parents(), {raylet_of(node) for node in self.cluster.list_all_nodes()}
+        above_of, raylets = parents(), {raylet_of(node) for node in self.cluster.list_all_nodes()}
         found = {}
-        for pid in parents:
+        for pid in above_of:
             above = pid
-            while above not in raylets and above in parents:
-                above = parents[above]
+            while above not in raylets and above in above_of:
+                above = above_of[above]
             if above in raylets and any(name in _command(pid) for name in names):
                 found[pid] = above
         return found
@@ -89,9 +90,27 @@ def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def _parents() -> dict[int, int]:
+def parents() -> dict[int, int]:
+    """The parent of each process."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     return {int(pid): int(parent) for pid, parent in map(str.split, listed.splitlines())}
+
+
+def listens_at(pid: int) -> str:
+    """The URL of a process that listens on one IPv4 port."""
+    held = set(_descriptors(pid))
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, own, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in held:
+            address, port = (int(part, 16) for part in own.split(":"))
+            return f"http://{socket.inet_ntoa(address.to_bytes(4, sys.byteorder))}:{port}"
+    raise AssertionError(f"process {pid} does not listen")
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed a moment ago
+            yield str(each.readlink())
 
 
 def _command(pid: int) -> str:

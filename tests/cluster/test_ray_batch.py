@@ -74,6 +74,7 @@ def test_a_killed_job_goes_on_and_every_line_is_in_the_output_once(
         (None, "invalid_json"),
     ]
     assert len(found) == LINES + 4
+    print(f"{before} lines were answered when the job was killed, {LINES - before} by the next: each once")
 
     source.write_text("\n".join(lines[:40]) + "\n")
     run_batch(LLM(str(tiny_model), dtype="float32", kv_tokens=2048), source, expected)
