@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # its core is its own; the servers that
 # The files that take longest, begun first, so that at the end no process waits for another's last file.
 LONGEST = (
     "test_bounds.py",
+    "test_killed_processes.py",
     "test_default_model.py",
     "test_text_bounds.py",
     "test_properties.py",

@@ -22,17 +22,10 @@ from chairlift.cluster.tensor_parallel.channel import SLOT_BYTES, SLOTS, SharedR
 from chairlift.cluster.tensor_parallel.ranks import Ranks
 from chairlift.core.errors import ChairliftError, EngineFault, SettingsError
 from chairlift.core.settings import Settings
+from processes import is_running
 
 PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPTS = [[5, 6, 7 + number] for number in range(6)]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that has ended but whose parent has not noticed does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

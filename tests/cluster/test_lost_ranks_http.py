@@ -17,6 +17,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from running import Running, running
 
+from processes import is_running
+
 BODY = {"prompt": "the answer to the question", "max_tokens": 450, "ignore_eos": True, "stream": True}
 CLIENTS = 6
 
@@ -27,14 +29,6 @@ def rank_processes(server: Running) -> list[int]:
     rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
     engines = {pid for pid, parent, args in rows if int(parent) == server.process.pid and "engine_process" in args}
     return [int(pid) for pid, parent, args in rows if parent in engines and "rank_process" in args]
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended but whose parent has not noticed does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def ask(server: Running) -> str:
@@ -71,7 +65,7 @@ def lose_a_rank(server: Running, how: signal.Signals = signal.SIGKILL) -> None:
     assert {end for each in ends for end in each} <= {"done", "error", "refused"}, "a client does not learn its end"
     assert "error" in [each[-1] for each in ends]
     server.wait_until(server.is_healthy, 120)
-    assert not runs(rank)
+    assert not is_running(rank)
     assert len(rank_processes(server)) == 1
     server.wait_until(server.is_idle)
     reply = server.post("/v1/completions", {**BODY, "max_tokens": 4, "stream": False})
@@ -96,6 +90,6 @@ def test_a_killed_rank_ends_the_engine_and_it_comes_back(tiny_model: Path, times
         assert logged.count("the device has failed: rank 1 of 2 was killed by SIGKILL") == times
         assert "has not answered" not in logged, "its end was noticed by the deadline alone"
     deadline = time.monotonic() + 60
-    while any(map(runs, left)):
+    while any(map(is_running, left)):
         assert time.monotonic() < deadline, "a rank outlives its server"
         time.sleep(0.05)

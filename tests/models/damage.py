@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 import torch
 from gguf import GGUFValueType
+from gguf_models import finish
 from safetensors.torch import load_file, save_file
 
 from chairlift.models.gguf_config import GLOBAL_NAMES, LAYER_NAMES
@@ -102,10 +103,7 @@ def write_gguf(path: Path, metadata: Metadata, tensors: dict[str, np.ndarray[Any
             writer.add_key_value(key, value, kind)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def model_folders(scratch: Path) -> list[Files]:

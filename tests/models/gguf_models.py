@@ -49,11 +49,16 @@ def write_gguf(
     more(writer)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
+    finish(writer)
+    return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def as_llama_converters_do(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from gguf_models import finish
 from test_gguf import random_blocks
 
 from chairlift.core.errors import SettingsError
@@ -57,10 +58,7 @@ def test_a_part_of_a_gguf_tensor_is_cut_from_its_blocks(number: int, tmp_path: P
     raw = blocks.reshape(16, -1)
     writer.add_tensor("matrix", raw, raw_dtype=gguf.GGMLQuantizationType(number))
     writer.add_tensor("vector", np.arange(16, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     file = GgufFile(tmp_path / "model.gguf")
     whole = file.read("matrix")
     for cut in CUTS:

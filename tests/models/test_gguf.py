@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from gguf_models import finish
 
 from chairlift.core.errors import ModelError
 from chairlift.models.gguf import GgufFile
@@ -99,10 +100,7 @@ def small(tmp_path: Path) -> Path:
     writer.add_tensor("half.weight", rng.standard_normal((3, 5)).astype(np.float16))
     packed = quants.quantize(rng.standard_normal((4, 64)).astype(np.float32), GGMLQuantizationType.Q4_1)
     writer.add_tensor("blk.3.ffn_up.weight", packed, raw_dtype=GGMLQuantizationType.Q4_1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -235,10 +233,7 @@ def test_the_error_of_an_unsupported_type_lists_the_supported_ones(tmp_path: Pat
     writer = GGUFWriter(path, "llama")
     packed = np.zeros((1, 136), dtype=np.uint8)
     writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=GGMLQuantizationType.IQ4_XS)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ModelError, match=r"blk\.0\.ffn_up\.weight has type IQ4_XS.*F32, F16, .*Q6_K"):
         GgufFile(path)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -11,39 +10,21 @@ import openai
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
-from running import Running, keys_file, running
+from openai_calls import MODEL
+from running import Running
 
 KEY = "sk-key-of-operator"
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module")
-def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose answers take seconds, and that wants keys."""
-    keys = keys_file(tmp_path_factory.mktemp("keys"), single="max_concurrent = 1")
-    flags = ("--served-model-name", "tiny", "--api-keys", keys)
-    with running(tiny_model, *flags, fake=True, environment={"FAKE_STEP": "0.02"}) as started:
-        started.key = KEY
-        yield started
-        started.wait_until(started.is_idle)
-
-
-@pytest.fixture
-def is_aborted(slow: Running) -> Iterator[Callable[[], bool]]:
-    """Whether one more request than before the test has been aborted; in the end, nothing is left of any."""
-    before = slow.metric("requests_aborted_total")
-    yield lambda: slow.metric("requests_aborted_total") == before + 1
-    slow.wait_until(slow.is_idle)
-
-
 def respond(server: Running, key: str = KEY, **params: Any) -> Any:
     client = OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
-    return client.responses.create(**{"model": "tiny", "input": "Hello", "max_output_tokens": 400, **params})
+    return client.responses.create(**{"model": MODEL, "input": "Hello", "max_output_tokens": 400, **params})
 
 
 def ask(server: Running, key: str = KEY, **params: Any) -> Any:
     client = Anthropic(base_url=server.url, api_key=key, max_retries=0)
-    return client.messages.create(**{"model": "tiny", "messages": MESSAGES, "max_tokens": 400, **params})
+    return client.messages.create(**{"model": MODEL, "messages": MESSAGES, "max_tokens": 400, **params})
 
 
 CALLS = pytest.mark.parametrize("call", [respond, ask])
@@ -113,7 +94,7 @@ def test_a_wrong_key_is_an_authentication_error_in_each_api(slow: Running, call:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_a_key_may_come_as_x_api_key(slow: Running, path: str) -> None:
-    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1}
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1}
     wrong = {"x-api-key": "sk-of-nobody"}
     assert slow.post(path, body, headers={"x-api-key": KEY, "anthropic-version": "2023-06-01"}).status_code == 200
     assert slow.post(path, body, headers=wrong).status_code == 401
@@ -124,7 +105,7 @@ def test_a_key_may_come_as_x_api_key(slow: Running, path: str) -> None:
 def test_a_base_url_with_v1_too_many_gets_a_hint(slow: Running) -> None:
     with pytest.raises(anthropic.NotFoundError, match="an Anthropic client ends without /v1"):
         Anthropic(base_url=f"{slow.url}/v1", api_key=KEY, max_retries=0).messages.create(
-            model="tiny", messages=MESSAGES, max_tokens=1
+            model=MODEL, messages=MESSAGES, max_tokens=1
         )
 
 

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running, refused, running
+from running import Running, refused
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 VOCABULARY, LENGTH = 384, 256
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Running]:
-    """After all that these tests do to it, the server answers and nothing has been lost."""
-    flags = ("--served-model-name", "tiny", "--max-length", str(LENGTH), "--kv-tokens", "4096")
-    with running(tiny_model, *flags) as started:
-        yield started
-        assert started.post(COMPLETION, {"prompt": "Hello", "max_tokens": 2}).status_code == 200
-        started.wait_until(started.is_idle)
-        assert started.metric("requests_failed_total") == 0
-        assert started.metric("engine_restarts_total") == 0
 
 
 RAW = {

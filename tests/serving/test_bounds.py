@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,10 @@ from raw_http import COMPLETION, connected, in_chunks, post, read_all, read_repl
 from running import Running, keys_file, running
 
 from mostly_long import mostly_long
+from processes import cpu_seconds, megabytes
 
 ONE = {"prompt": "Hello", "max_tokens": 1}
 BIG = {"prompt": "Hello", "max_tokens": 400, "n": 20, "logprobs": 64}  # 8 MB: a socket's buffer takes 4 at most
-
-
-def megabytes(pid: int, what: str) -> float:
-    """A process's memory: VmRSS is now, VmHWM the most it ever was."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
 
 
 def forget_peak(pid: int) -> float:
@@ -36,17 +30,12 @@ def forget_peak(pid: int) -> float:
     return megabytes(pid, "VmHWM")
 
 
-def cpu_seconds(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 def adds_up(server: Running) -> None:
     """Every request that the engine was given has ended in one way, and nothing is left of it."""
     server.wait_until(server.is_idle, 60)
 
 
-# ---- replies that nobody reads
+# ---- replies that are not read
 
 
 @pytest.fixture(scope="module")
@@ -327,126 +316,3 @@ def test_all_bodies_together_are_bounded_until_they_are_admitted(tiny_model: Pat
         assert found.count(200) == 3 or found.count(200) == 2
         assert set(found) == {200, 429}
         assert server.post(COMPLETION, {**ONE, "user": "u" * 1_000_000}).status_code == 200
-
-
-# ---- several processes
-
-
-@pytest.mark.long
-def test_a_tenant_s_limits_hold_over_all_http_processes(tiny_model: Path, tmp_path: Path) -> None:
-    keys = keys_file(tmp_path, bob="max_concurrent = 4", carol="tokens_per_minute = 20")
-    flags = ("--api-workers", "2", "--api-keys", keys, "--log-level", "error")
-    stream = post({"prompt": "Hello", "max_tokens": 400, "stream": True}, "sk-key-of-bob")
-    bob, carol = ({"Authorization": f"Bearer sk-key-of-{name}"} for name in ("bob", "carol"))
-    with running(tiny_model, *flags, fake=True, environment={"FAKE_STEP": "0.05"}) as server:
-        server.key = "sk-key-of-operator"
-        first, second = server.process.pid, server.child("http_process")
-        with standing_still(first):
-            server.wait_until(server.is_healthy)
-        with ExitStack() as stack:
-            with standing_still(first):
-                for _ in range(4):
-                    client = stack.enter_context(connected(server))
-                    client.sendall(stream)
-                    assert client.recv(100).startswith(b"HTTP/1.1 200")
-                assert server.post(COMPLETION, {**ONE, "max_tokens": 60}, headers=carol).status_code == 200
-            with standing_still(second):
-                refused = server.post(COMPLETION, ONE, headers=bob)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_limit")
-                refused = server.post(COMPLETION, ONE, headers=carol)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_rate")
-            os.kill(second, signal.SIGKILL)  # its requests are gone with it
-            server.wait_until(lambda: server.post(COMPLETION, ONE, headers=bob).status_code == 200, 30)
-        adds_up(server)
-
-
-@contextmanager
-def standing_still(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_model: Path, times: int) -> None:
-    flags = ("--api-workers", "2", "--log-level", "error")
-    stream = post({"prompt": "Hello", "max_tokens": 400, "stream": True})
-    with running(tiny_model, *flags, fake=True, environment={"FAKE_STEP": "0.02"}) as server:
-        for number in range(2 * times):
-            with ExitStack() as stack:
-                for _ in range(24):
-                    stack.enter_context(connected(server)).sendall(stream)
-                server.wait_until(lambda: server.metric("num_requests_running") > 10, 60)
-                os.kill(server.engine_pid() if number % 2 else server.child("http_process"), signal.SIGKILL)
-                server.wait_until(server.is_healthy, 60)
-            adds_up(server)
-            server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200, 60)
-            server.wait_until(lambda: server.has_child("http_process"), 60)
-        assert server.metric("requests_failed_total") > 0
-        assert server.metric("requests_submitted_total") >= 2 * times * 10
-
-
-@pytest.mark.long
-def test_an_engine_is_replaced_after_the_folder_of_its_sockets_was_removed(tiny_model: Path) -> None:
-    with running(tiny_model, "--api-workers", "2", fake=True) as server:
-        for _ in range(16):  # both HTTP processes are connected
-            server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200)
-        inodes = Path("/proc/net/unix").read_text().splitlines()
-        folders = {Path(line.split()[-1]).parent for line in inodes if "/chairlift-" in line}
-        folder = next(each for each in folders if owns(server.process.pid, each))
-        shutil.rmtree(folder)
-        assert server.post(COMPLETION, ONE).status_code == 200, "the engine that is connected stays so"
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        server.wait_until(lambda: "the engine process ended" in server.logged(), 20)
-        server.wait_until(server.is_healthy, 60)
-        for _ in range(8):  # by either process
-            server.wait_until(lambda: server.post(COMPLETION, ONE).status_code == 200, 60)
-        time.sleep(1)
-        assert server.logged().count("the engine process ended") == 1, "it dies again and again"
-        assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def owns(pid: int, folder: Path) -> bool:
-    """Whether a process listens on a socket in a folder."""
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if f"{folder}/" in line]
-    held = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
-    return any(f"socket:[{line[6]}]" in held for line in lines)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (16, 64))])
-def test_an_http_process_that_stands_still_holds_up_little_memory_and_is_told_what_it_missed(
-    tiny_model: Path, n: int
-) -> None:
-    environment = {"FAKE_STEP": "0.001", "FAKE_SEQUENCES": "256"}
-    stream = post({"prompt": "Hello", "max_tokens": 500, "n": n, "logprobs": 64, "stream": True})
-    with running(tiny_model, "--log-level", "error", fake=True, environment=environment) as server:
-        pid, engine = server.process.pid, server.engine_pid()
-        before = megabytes(engine, "VmHWM")
-        with ExitStack() as stack:
-            clients = [stack.enter_context(connected(server)) for _ in range(4)]
-            for client in clients:
-                client.sendall(stream)
-                assert client.recv(100).startswith(b"HTTP/1.1 200")
-            readers = [threading.Thread(target=read_until_done, args=(client,)) for client in clients]
-            for reader in readers:
-                reader.start()
-            with standing_still(pid):
-                time.sleep(8)
-            for reader in readers:
-                reader.join(120)
-                assert not reader.is_alive(), "a stream was left without an end"
-        assert megabytes(engine, "VmHWM") - before < 150
-        assert server.engine_pid() == engine
-        adds_up(server)
-
-
-def read_until_done(client: socket.socket) -> None:
-    last = b""
-    while b"data: [DONE]" not in last:
-        part = client.recv(1 << 20)
-        assert part, f"it broke off after {last!r}"
-        last = last[-100:] + part

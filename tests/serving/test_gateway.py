@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Running, keys_file, routed, running
 from test_chaos import Client, asks, ended_well
 
+from processes import megabytes
+
 COMPLETION = "/v1/completions"
 ENDS = ("finished", "aborted", "rejected", "failed")
 
@@ -187,13 +189,8 @@ def test_a_body_that_is_too_large_or_not_json_is_refused(router: Running) -> Non
     assert router.post(COMPLETION, b" " * (9 << 20)).status_code == 413
 
 
-def memory_of(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-
 class Endless(socketserver.BaseRequestHandler):
-    """A server whose streams have one event and no end."""
+    """A server with streams of one event and no end."""
 
     def handle(self) -> None:
         received = self.request.recv(1 << 16)
@@ -225,8 +222,8 @@ def test_the_bodies_of_running_streams_are_not_kept() -> None:
             stream = stack.enter_context(client.stream("POST", router.url + COMPLETION, content=body))
             begun.append(stream.iter_raw())
             next(begun[-1])
-            before = before or memory_of(router.process.pid) * (number == 3)  # the first few grow its heap
-        assert memory_of(router.process.pid) - before < 50 << 20, "26 bodies of 4 MiB would be 104 MiB"
+            before = before or megabytes(router.process.pid, "VmRSS") * (number == 3)  # the first few grow its heap
+        assert megabytes(router.process.pid, "VmRSS") - before < 50, "26 bodies of 4 MiB would be 104 MiB"
 
 
 # ---- when servers are full, leave or die

@@ -1,10 +1,9 @@
-"""Who may use a server and how much of it, how it is reached, and how it ends."""
+"""Which clients may use a server and how much of it, how it is reached, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import ssl
@@ -21,6 +20,7 @@ from openai import AsyncOpenAI
 from running import Running, keys_file, running
 
 from chairlift.serving.routes import ROUTES, Access
+from processes import standing_still
 
 COMPLETION = "/v1/completions"
 LONG = {"prompt": "Hello", "max_tokens": 400}
@@ -81,14 +81,15 @@ def test_each_route_is_open_to_exactly_those_it_is_for(keyed: Running, route: An
             assert "sk-" not in response.text
         return response.status_code
 
-    nobody = [{}, bearer("sk-nobody-0001"), {"Authorization": "sk-key-of-alice"}, {"Authorization": "Basic c2s6c2s="}]
-    nobody += [{"x-api-key": "sk-nobody-0001"}, {"x-api-key": "Bearer sk-key-of-alice"}]
-    by_nobody = {status(headers) for headers in nobody}
+    strangers = [{}, bearer("sk-nobody-0001"), {"Authorization": "sk-key-of-alice"}]
+    strangers += [{"Authorization": "Basic c2s6c2s="}, {"x-api-key": "sk-nobody-0001"}]
+    strangers += [{"x-api-key": "Bearer sk-key-of-alice"}]
+    by_strangers = {status(headers) for headers in strangers}
     by_alice, by_operator = status(bearer("sk-key-of-alice")), status(bearer("sk-key-of-operator"))
     if route.access is Access.OPEN:
-        assert by_nobody == {by_alice} == {by_operator} == {200}
+        assert by_strangers == {by_alice} == {by_operator} == {200}
         return
-    assert by_nobody == {401}
+    assert by_strangers == {401}
     assert by_operator not in (401, 403)
     assert by_alice == (403 if route.access is Access.ADMIN else by_operator)
     assert status({"x-api-key": "sk-key-of-alice"}) == by_alice  # as Anthropic's clients send it
@@ -318,15 +319,6 @@ def test_several_http_processes_serve_one_model_and_sum_their_metrics(tiny_model
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in (second, engine))
-
-
-@contextmanager
-def standing_still(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 # ---- the end

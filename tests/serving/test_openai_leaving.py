@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai_calls import MODEL, PROMPT, chat, client_of, complete, texts_of
-from running import Running, keys_file, running
-
-
-@pytest.fixture(scope="module")
-def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose answers take seconds, and that wants keys."""
-    keys = keys_file(tmp_path_factory.mktemp("keys"), single="max_concurrent = 1\nmax_priority = 3")
-    flags = ("--served-model-name", MODEL, "--api-keys", keys)
-    with running(tiny_model, *flags, fake=True, environment={"FAKE_STEP": "0.02"}) as started:
-        started.key = "sk-key-of-operator"
-        yield started
-        started.wait_until(started.is_idle)
-
-
-@pytest.fixture
-def is_aborted(slow: Running) -> Iterator[Callable[[], bool]]:
-    """Whether one more request than before the test has been aborted; in the end, nothing is left of any."""
-    before = slow.metric("requests_aborted_total")
-    yield lambda: slow.metric("requests_aborted_total") == before + 1
-    slow.wait_until(slow.is_idle)
+from running import Running
 
 
 def test_a_wrong_key_is_an_authentication_error(slow: Running) -> None:

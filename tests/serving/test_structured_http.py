@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import openai
 import pytest
 from running import Running, running
 
+from processes import is_running
 from schemas import UNSUPPORTED, corpus
 from tiny import make_tiny_model
 
@@ -336,13 +336,6 @@ def test_clients_that_leave_while_their_grammar_is_compiled_leave_nothing(server
     assert server.metric("kv_cache_usage_perc") == 0
 
 
-def runs(pid: int) -> bool:
-    """Whether a process has not ended, whether or not it has been reaped."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("signal_to_server", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
 def test_an_engine_killed_and_a_server_ended_while_grammars_are_compiled_leave_nothing(
@@ -380,7 +373,7 @@ def test_an_engine_killed_and_a_server_ended_while_grammars_are_compiled_leave_n
         server.process.wait(60)
         for each in asked:
             each.cancel()
-        server.wait_until(lambda: not any(map(runs, processes)), 30)
+        server.wait_until(lambda: not any(map(is_running, processes)), 30)
 
 
 def nested(levels: int) -> dict[str, Any]:

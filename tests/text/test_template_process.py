@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +19,7 @@ from chairlift.core.errors import RequestError
 from chairlift.text.template import render
 from chairlift.text.template_process import TemplateProcess, render_confined
 from mostly_long import mostly_long
+from processes import is_running
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{{ more }}"
 HELLO = [{"role": "user", "content": "Zürich 🚡 \ud83d & <b>"}]
@@ -154,10 +154,3 @@ def test_the_child_ends_with_a_parent_that_was_killed(template: str) -> None:
     while is_running(child):
         assert time.monotonic() < deadline, "it has outlived its parent"
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from chairlift.ops.compiled import CompiledProduct
 from chairlift.ops.norm import Norm, rms_norm, rms_norm_reference
-from chairlift.ops.packed import ADD, GATED, PLAIN, multiply, pack
+from chairlift.ops.packed import multiply, pack
 from chairlift.ops.triton_found import HAS_TRITON
 from chairlift.ops.weight import Fused, Gate, Product, Weight, gate_mul, gate_mul_reference
-
-_NOTHING = np.empty(0, np.float32)
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -117,34 +116,15 @@ class DenseProduct(Product):
         return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
-class PackedProduct(Product):
+class PackedProduct(CompiledProduct):
     """The product in float32 on a CPU: one compiled kernel over the packed weight, on NumPy arrays."""
 
-    is_compiled = True
-
     def __init__(self, weight: Dense, fused: Fused) -> None:
-        norm, bias, gate = fused.norm, fused.bias, fused.gate
-        self.fused = fused
-        self._panels = pack(weight.tensor, gate is not None)
-        self._width = weight.shape[0] if gate is None else weight.shape[0] // 2
-        self._bias = _NOTHING if bias is None else bias.contiguous().numpy()
-        self._scale = _NOTHING if norm is None else norm.weight.contiguous().numpy()
-        self._eps = 0.0 if norm is None else norm.eps
-        self._gate = (0.0, 0.0) if gate is None else (gate.linear, gate.cubic)
+        super().__init__("float32", pack(weight.tensor, fused.gate is not None), weight.shape[0], fused)
 
-    @property
-    def formats(self) -> dict[str, int]:
-        """Bytes that one call reads, by format."""
-        return {"float32": self._panels.nbytes}
-
-    def __call__(self, x: np.ndarray, add_to: np.ndarray | None = None) -> np.ndarray:
-        """Return the output; with `add_to`, add the output there in place and return that."""
-        out = np.empty((x.shape[0], self._width), np.float32) if add_to is None else add_to
-        mode = GATED if self.fused.gate else PLAIN if add_to is None else ADD
-        normed = np.empty(x.shape, np.float32) if self._scale.size else x
+    def _multiply(self, x: np.ndarray, normed: np.ndarray, out: np.ndarray, mode: int) -> None:
         around = self._scale, self._eps, normed, self._panels, self._bias, out, mode, self._gate
         multiply(torch.get_num_threads(), x, *around)
-        return out
 
 
 def linear_reference(
