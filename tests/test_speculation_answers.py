@@ -17,7 +17,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.core.drafting import MAX_DRAFTS, Drafter, Proposal
 from chairlift.core.request import Sequence
 from chairlift.execution import checks
-from drafts import prompts_of, speculate, tokens_of
+from drafts import GREEDY, prompts_of, speculate, tokens_of
 from mostly_long import mostly_long
 from test_greedy import CHOICES, MODELS, WAYS, continue_with_transformers
 from tiny import make_tiny_model
@@ -125,6 +125,19 @@ def test_seeded_answers_are_the_same_with_any_drafts(overlap: bool, tmp_path: Pa
                 assert first.keys() == second.keys()
                 assert all(abs(first[token].logprob - second[token].logprob) < 1e-3 for token in first)
     assert sum(speculation.counts.accepted) > 300
+
+
+def test_penalties_of_masked_samples_count_their_drafts_beside_requests_without_a_mask(tiny_model: Path) -> None:
+    masked = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, presence_penalty=1.5, structured={"regex": "[a-z ]{30}"}
+    )
+    prompts = [prompt or [5] for prompt in prompts_of(6, 8)]
+    params = [masked if number % 2 else GREEDY for number in range(8)]
+    expected = tokens_of(LLM(str(tiny_model), progress=False), prompts, params)
+    llm = LLM(str(tiny_model), progress=False, speculation="ngram")
+    speculation = speculate(llm, oracle_of(prompts, expected))
+    assert tokens_of(llm, prompts, params) == expected
+    assert sum(speculation.counts.accepted) > 100
 
 
 def test_bad_words_across_drafts_stop_strings_and_prompt_logprobs_work_unchanged(tiny_model: Path) -> None:

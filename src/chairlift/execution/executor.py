@@ -231,7 +231,13 @@ class TorchExecutor:
         raw = logits[self._to_device(scored)] if scored.size else None
         own = None if not places.size else logits if places.size == rows.size else logits[self._to_device(places)]
         if tokens is None and places.size < rows.size:
-            tokens = self._sampler.sample(logits, rows, positions)
+            if checks is None or not places.size:
+                tokens = self._sampler.sample(logits, rows, positions)
+            else:  # a masked sample's drafts stay in its row: penalties and rules of the samples behind them read it
+                free = np.setdiff1d(np.arange(rows.size), places)
+                index = self._to_device(free)
+                chosen = self._sampler.sample(logits[index], rows[free], positions[free])
+                tokens = chosen.new_zeros(rows.size).index_copy_(0, index, chosen)
         if own is not None:
             masked = Masked(places, own, tokens, rows, positions, scored, raw, unread)
             return LaunchedStep(np.empty(0, np.int64), None, [], prompt_scores, checks, drafted, masked)
