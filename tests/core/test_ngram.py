@@ -30,16 +30,16 @@ def end(drafter: NgramDrafter, sequence: Sequence) -> None:
 def longest_match(tokens: list[int], most: int) -> list[int]:
     """The same in plain words: of all earlier places, the one with the most equal tokens before it, and the latest."""
     best, found = 0, 0
-    for place in range(3, len(tokens)):
+    for place in range(1, len(tokens)):
         length = 0
         while length < min(32, place) and tokens[place - 1 - length] == tokens[-1 - length]:
             length += 1
-        if length >= max(best, 3):
+        if length >= max(best, 1):
             best, found = length, place
-    if not best:
+    if not best or len(tokens) < 3:
         return []
     period = tokens[found:]
-    return (period * most)[:most]
+    return (period * most)[: min(most, {1: 2, 2: 4}.get(best, most))]
 
 
 def test_the_tokens_behind_the_longest_match_are_proposed() -> None:
@@ -47,7 +47,11 @@ def test_the_tokens_behind_the_longest_match_are_proposed() -> None:
     #          -------- four match --------        - three, and later -          the last four
     prompt = [5, 1, 2, 3, 4, 70, 71, 72, 8, 9, 2, 3, 4, 80, 81, 82, 6, 7, 1, 2, 3, 4]
     assert drafter.propose(sequence_of(prompt), 3).tokens == [70, 71, 72]
-    assert drafter.propose(sequence_of([1, 2, 9, 9, 1, 2]), 3).tokens == [], "two tokens are too few"
+    few = drafter.propose(sequence_of([1, 2, 6, 7, 8, 9, 1, 2]), 8)
+    assert few.tokens == [6, 7, 8, 9], "two tokens, and fewer drafts"
+    one = drafter.propose(sequence_of([1, 2, 6, 7, 8, 9, 5, 2]), 8)
+    assert one.tokens == [6, 7], "one token"
+    assert len({few.grade, one.grade, 0}) == 3, "of grades of their own"
     assert drafter.propose(sequence_of([1]), 3).tokens == []
 
 
@@ -76,7 +80,7 @@ def test_a_prediction_is_proposed_from_its_first_token_on() -> None:
     sequence.tokens += [20, 21]
     assert drafter.propose(sequence, 8).tokens == [22, 23, 24], "up to its end"
     sequence.tokens += [60, 22, 23]
-    assert drafter.propose(sequence, 8).tokens == [], "two tokens are too few"
+    assert drafter.propose(sequence, 8).tokens == [24], "up to its end behind two tokens, too"
     sequence.tokens += [21, 22, 23]
     assert drafter.propose(sequence, 8).tokens == [24], "it goes on after a change"
 

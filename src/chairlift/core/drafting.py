@@ -12,7 +12,7 @@ from typing import NamedTuple
 from chairlift.core.request import Sequence
 
 MAX_DRAFTS = 8  # for one sequence in a step: the ninth is hardly ever accepted
-GRADES = 8
+GRADES = 10
 UNKNOWN = -1  # a draft that the executor's own draft model chooses, on the device
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from chairlift.core.drafting import NOTHING, Drafter, Proposal
 from chairlift.core.request import Sequence
 
-_LEAST = 3  # tokens that must match
+_LEAST = 3  # tokens that must match, but where nothing longer does
 _MOST = 32  # tokens that are compared: a longer match tells no more
 _TRIED = 16  # earlier places that are compared
 _BUCKETS = 1 << 12  # of the hash table of one text
@@ -17,6 +17,8 @@ _END = -1  # a token that matches none: the end of an answer, or of a prediction
 _SHARED = 1 << 14  # tokens of recent answers in one generation of an index
 _SALTS = 64  # with an index of recent answers
 _GRADES = (6, 10, 16)  # tokens that match, from which on a proposal is of a higher grade
+_PAIR, _SINGLE = 8, 9  # grades of matches of two tokens and of one
+_AFTER_PAIR, _AFTER_SINGLE = 4, 2  # drafts behind them: one may pay where another token costs next to nothing
 
 
 class Text:
@@ -25,16 +27,20 @@ class Text:
     The index is that of LZ77: for each hash the last place, and for each place the one before with the same hash.
     """
 
-    __slots__ = ("_before", "_last", "tokens")
+    __slots__ = ("_before", "_last", "_pairs", "_singles", "tokens")
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self._last = array("i", (-1,)) * _BUCKETS
         self._before = array("i")  # the place before, of each indexed place: a place is that of an n-gram's last token
+        # The last places of two tokens and of one, without those at the end of the text.
+        self._pairs = array("i", (-1,)) * _BUCKETS
+        self._singles = array("i", (-1,)) * _BUCKETS
 
     def index(self) -> bool:
         """Index tokens that are not yet; whether all are."""
         tokens, last, before = self.tokens, self._last, self._before
+        pairs, singles = self._pairs, self._singles
         begin = len(before)
         end = min(len(tokens), begin + _AT_ONCE)
         a, b = (tokens[begin - 2], tokens[begin - 1]) if begin > 1 else (_END, _END)
@@ -45,6 +51,8 @@ class Text:
             bucket = (a * 2654435761 ^ b * 40503 ^ c * 69069) >> 3 & _BUCKETS - 1
             before.append(last[bucket])
             last[bucket] = place
+            pairs[(a * 40503 ^ b * 69069) >> 3 & _BUCKETS - 1] = place - 1
+            singles[b & _BUCKETS - 1] = place - 1
             a, b = b, c
         return end == len(tokens)
 
@@ -71,6 +79,16 @@ class Text:
                             break
             place = self._before[place]
         return found, best
+
+    def find_short(self) -> tuple[int, int]:
+        """Return the place behind the last earlier occurrence of the text's last two tokens, or of its last one."""
+        tokens = self.tokens
+        b, c = tokens[-2], tokens[-1]
+        place = self._pairs[(b * 40503 ^ c * 69069) >> 3 & _BUCKETS - 1]
+        if place > 0 and tokens[place] == c and tokens[place - 1] == b:
+            return place + 1, 2
+        place = self._singles[c & _BUCKETS - 1]
+        return (place + 1, 1) if place >= 0 and tokens[place] == c else (0, 0)
 
 
 class NgramDrafter(Drafter):
@@ -99,7 +117,11 @@ class NgramDrafter(Drafter):
             place, length = shared.find(known, len(shared.tokens) - 1)
             if length:
                 return Proposal(_cut(shared.tokens[place : place + most]), _grade(length) + 4)
-        return NOTHING
+        place, length = text.find_short()
+        if not length:
+            return NOTHING
+        grade, best = (_PAIR, _AFTER_PAIR) if length == 2 else (_SINGLE, _AFTER_SINGLE)
+        return Proposal(_continued(tokens, place, min(most, best)), grade)
 
     def ended(self, sequence: Sequence) -> None:
         """Index the answer for later requests with the same salt."""
