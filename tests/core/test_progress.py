@@ -99,7 +99,7 @@ def test_the_1320_small_schedules_end_with_default_settings(stride: int) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stride", [4001, pytest.param(11, marks=pytest.mark.long)], ids=["some", "many"])
+@pytest.mark.parametrize("stride", [4001, pytest.param(67, marks=pytest.mark.long)], ids=["some", "many"])
 def test_small_schedules_end_with_every_combination_of_settings(stride: int) -> None:
     """Every so many of all; the stride is prime to the numbers of both, so that every choice is tried."""
     for number in range(0, len(SCHEDULES) * len(CHOICES), stride):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -21,9 +22,9 @@ NEEDS = {"haswell": "avx2", "cascadelake": "avx512vnni", "skylake-avx512": "avx5
 
 
 def run(cpu: str, features: str, file: Path) -> dict[str, np.ndarray]:
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("other_cpu.py"), cpu, features, file], check=True, timeout=600
-    )
+    command = [sys.executable, Path(__file__).with_name("other_cpu.py"), cpu, features, file]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the tests' own modules
+    subprocess.run(command, check=True, timeout=600, env=environment)
     with np.load(file) as found:
         return dict(found)
 
