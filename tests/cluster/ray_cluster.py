@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Raylets:
     """A cluster of three raylets with one CPU each; a replica takes one."""
 
     cluster: Any
+    doomed: set[int] = field(default_factory=set)  # processes of the nodes that were killed
 
     @contextmanager
     def serving(
@@ -77,13 +78,25 @@ class Raylets:
         return [node for node in self.cluster.worker_nodes if raylet_of(node) in raylets]
 
     def kill(self, node: Any) -> None:
-        """Kill a node's raylet with SIGKILL; Ray ends the rest of the node."""
+        """Kill a node's raylet with SIGKILL; the rest of the node ends soon after it."""
+        self.doomed |= {pid for pid, raylet in self.pids("").items() if raylet == raylet_of(node)}
         os.kill(raylet_of(node), 9)
         self.cluster.worker_nodes.discard(node)
+
+    def has_ended(self) -> bool:
+        """Whether all processes of the killed nodes have ended."""
+        return not any(_is_running(pid) for pid in self.doomed)
 
     def add(self) -> None:
         """Add a node."""
         self.cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def raylet_of(node: Any) -> int:

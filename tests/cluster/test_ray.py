@@ -104,4 +104,5 @@ def test_ranks_on_nodes_of_their_own_give_the_tokens_of_one_rank(cluster: Raylet
         server.wait_until(lambda: not are_well(server, 1))
         server.wait_until(lambda: are_well(server, 1), 300)
         assert [choices[0]["text"] for choices in told(server)] == expected
+        server.wait_until(cluster.has_ended, 30)
     cluster.add()

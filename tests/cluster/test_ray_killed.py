@@ -65,6 +65,7 @@ def test_a_killed_replica_costs_only_the_requests_that_had_a_token(
             seconds.append(took)
             print(f"{took:.1f} s", end=" ", flush=True)
             if kill is kill_raylet:
+                server.wait_until(cluster.has_ended, 30)
                 cluster.add()
     tell(kill.__name__, ends, seconds)
 

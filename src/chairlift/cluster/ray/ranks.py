@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from chairlift import __version__
+from chairlift.cluster.parent import watch_parent
 from chairlift.cluster.tensor_parallel.rank_host import RankHost
 
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
@@ -18,6 +19,9 @@ STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 
 class RankHolder:
     """Runs a rank host for as long as the actor lives."""
+
+    def __init__(self) -> None:
+        watch_parent()
 
     async def start(self, version: str, key: str, host: str | None, cpus: float | None) -> str:
         """Return HOST:PORT, where the rank host waits for rank 0."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import ray
 
+from chairlift.cluster.parent import watch_parent
 from chairlift.cluster.ray.ranks import check_version, environment
 from chairlift.cluster.ray.server_process import Job, Report
 from chairlift.cluster.tensor_parallel.remote import Remote
@@ -34,6 +35,7 @@ class Replica:
     """Runs `chairlift serve` with the settings of a plan; the process ends with the actor, whatever ends that."""
 
     def __init__(self) -> None:
+        watch_parent()
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, version: str, job: bytes, ranks: list[str], key: str) -> str:
