@@ -12,6 +12,7 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.execution.crowding import Crowding, run_delay
+from chairlift.ops.assistant import assistant, use_assistant
 
 
 class Machine:
@@ -85,12 +86,15 @@ def test_answers_do_not_depend_on_the_number_of_threads_in_use(tiny_model: Path)
     threads, compiled = torch.get_num_threads(), numba.get_num_threads()
     found = []
     try:
-        for count in (1, 2):
+        for most, count in ((1, 1), (2, 2), (2, 1)):
             llm = LLM(str(tiny_model), progress=False)
-            crowding = Crowding(count)
+            crowding = Crowding(most)
+            crowding.threads = count
             crowding.apply()
+            assert (assistant() is not None) == (count < most), "one thread of two has an assistant"
             found.append([each.outputs[0] for each in llm.generate(prompts, params)])
     finally:
+        use_assistant(False)
         torch.set_num_threads(threads)
         numba.set_num_threads(compiled)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

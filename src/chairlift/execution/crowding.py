@@ -3,7 +3,8 @@
 A parallel region ends when its last thread does. A thread that shares its core with another process is not run for
 milliseconds at a time, and all other threads wait for it in every region: two threads beside one busy process were four
 times slower than without it, and slower than one thread. So the number of threads falls while threads wait for a core,
-and is raised to the full number again after a while.
+and is raised to the full number again after a while. One thread alone has an assistant, which uses what the other
+process leaves of the second core.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import numba
 import torch
+
+from chairlift.ops.assistant import use_assistant
 
 _EVERY = 0.25  # seconds between measurements
 _CROWDED = 0.2  # seconds that all threads together may wait for a core, per second
@@ -69,3 +72,4 @@ class Crowding:
         """Set the number of threads of torch's operations and of our kernels."""
         torch.set_num_threads(self.threads)
         numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
+        use_assistant(self.threads == 1 < self._most)

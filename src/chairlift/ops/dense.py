@@ -8,9 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from chairlift.ops.assistant import assistant
 from chairlift.ops.compiled import CompiledProduct
-from chairlift.ops.norm import Norm, rms_norm, rms_norm_reference
-from chairlift.ops.packed import multiply, pack
+from chairlift.ops.norm import Norm, normalize, rms_norm, rms_norm_reference
+from chairlift.ops.packed import items_of, multiply, multiply_shared, pack
 from chairlift.ops.triton_found import HAS_TRITON
 from chairlift.ops.weight import Fused, Gate, Product, Weight, gate_mul, gate_mul_reference
 
@@ -123,8 +124,13 @@ class PackedProduct(CompiledProduct):
         super().__init__("float32", pack(weight.tensor, fused.gate is not None), weight.shape[0], fused)
 
     def _multiply(self, x: np.ndarray, normed: np.ndarray, out: np.ndarray, mode: int) -> None:
-        around = self._scale, self._eps, normed, self._panels, self._bias, out, mode, self._gate
-        multiply(torch.get_num_threads(), x, *around)
+        rest = self._panels, self._bias, out, mode, self._gate
+        if (helper := assistant()) is None:
+            multiply(torch.get_num_threads(), x, self._scale, self._eps, normed, *rest)
+            return
+        if self._scale.size:
+            normalize(x, self._scale, self._eps, normed, 0, len(x))
+        helper.share(multiply_shared, items_of(x, self._panels, mode), normed, *rest)
 
 
 def linear_reference(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from numba import njit, prange
 
+from chairlift.ops.assistant import claim, finish, take_item
 from chairlift.ops.norm import normalize
 from chairlift.ops.tile import PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
 
@@ -53,6 +54,43 @@ def multiply(
             _norm_rows(x, scale, eps, source, piece, pieces)
     for piece in prange(pieces):
         _multiply_tiles(source, packed, bias, out, mode, gate, piece, pieces)
+
+
+def items_of(x: np.ndarray, packed: np.ndarray, mode: int) -> int:
+    """Return the number of items of a shared product."""
+    return len(packed) // (2 if mode == GATED else 1) * -(-len(x) // _ROW_BLOCK)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+def multiply_shared(
+    board: np.ndarray,
+    region: int,
+    items: int,
+    leads: bool,
+    x: np.ndarray,
+    packed: np.ndarray,
+    bias: np.ndarray,
+    out: np.ndarray,
+    mode: int,
+    gate: tuple[float, float],
+) -> None:
+    """Compute a product into `out` together with another thread: an item is a panel and up to _ROW_BLOCK rows."""
+    (tokens, depth), width = x.shape, out.shape[1]
+    step = 2 if mode == GATED else 1
+    groups, span = packed.shape[0] // step, step * PANEL
+    tile = np.empty((min(tokens, _ROW_BLOCK), span), np.float32)
+    item = take_item(board, region, items, leads)
+    while item >= 0:
+        top, group = item // groups * _ROW_BLOCK, item % groups
+        count = min(_ROW_BLOCK, tokens - top)
+        for half in range(step):
+            panel_at = packed.ctypes.data + (group * step + half) * depth * PANEL * 4
+            tile_at = tile.ctypes.data + half * PANEL * 4
+            _multiply(x.ctypes.data + top * depth * 4, count, depth, panel_at, tile_at, span)
+        if claim(board, region, item):
+            store(tile, count, PANEL, bias, out, mode, gate, top, group * PANEL, min(group * PANEL + PANEL, width))
+            finish(board, region, item)
+        item = take_item(board, region, items, leads)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from chairlift.ops.assistant import assistant
 from chairlift.ops.compiled import CompiledProduct
 from chairlift.ops.dot import compile_tile
 from chairlift.ops.panels import Numbers, Panels, pack_rows
-from chairlift.ops.quantized import multiply
+from chairlift.ops.quantized import items_of, multiply, multiply_shared, quantize_rows
 from chairlift.ops.weight import Fused
 
 
@@ -35,4 +36,10 @@ class PanelProduct(CompiledProduct):
         layout = self._layout
         records = np.empty(x.size // layout.group * layout.record_bytes, np.uint8)
         inputs = x, self._scale, self._eps, normed, layout.group, layout.sum_factor, records
-        multiply(torch.get_num_threads(), self._tile, *inputs, self._panels, self._bias, out, mode, self._gate)
+        rest = self._panels, self._bias, out, mode, self._gate
+        if (helper := assistant()) is None:
+            multiply(torch.get_num_threads(), self._tile, *inputs, *rest)
+            return
+        quantize_rows(*inputs)
+        items, groups = items_of(len(x), self._panels, mode), x.shape[1] // layout.group
+        helper.share(multiply_shared, items, self._tile, len(x), groups, records, *rest)

@@ -14,6 +14,7 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from chairlift.ops.assistant import claim, finish, take_item
 from chairlift.ops.norm import normalize
 from chairlift.ops.packed import GATED, store
 from chairlift.ops.panels import PANEL, ROWS
@@ -107,6 +108,66 @@ def multiply(
         _quantize_rows(x, scale, eps, normed, group, centre, records, piece, pieces)
     for piece in prange(pieces):
         _multiply_tiles(kernel, x.shape[0], x.shape[1] // group, records, panels, bias, out, mode, gate, piece, pieces)
+
+
+def items_of(rows: int, panels: np.ndarray, mode: int) -> int:
+    """Return the number of items of a shared product."""
+    return len(panels) // (2 if mode == GATED else 1) * -(-rows // (_TILE_BLOCK * ROWS))
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+def multiply_shared(
+    board: np.ndarray,
+    region: int,
+    items: int,
+    leads: bool,
+    kernel: int,
+    rows: int,
+    count: int,
+    records: np.ndarray,
+    panels: np.ndarray,
+    bias: np.ndarray,
+    out: np.ndarray,
+    mode: int,
+    gate: tuple[float, float],
+) -> None:
+    """Compute a product into `out` together with another thread: an item is a panel and up to _TILE_BLOCK tiles."""
+    width, step = out.shape[1], 2 if mode == GATED else 1
+    groups, span = panels.shape[0] // step, step * PANEL
+    record_bytes, panel_bytes = records.size // (rows * count), panels.shape[1]
+    tile = np.empty((min(rows, _TILE_BLOCK * ROWS), span), np.float32)
+    tiles = -(-rows // ROWS)
+    item = take_item(board, region, items, leads)
+    while item >= 0:
+        start, panel = item // groups * _TILE_BLOCK, item % groups
+        stop = min(start + _TILE_BLOCK, tiles)
+        first, last = rows * start // tiles, rows * stop // tiles
+        for number in range(start, stop):
+            top, end = rows * number // tiles, rows * (number + 1) // tiles
+            at = records.ctypes.data + top * count * record_bytes
+            for half in range(step):
+                panel_at = panels.ctypes.data + (panel * step + half) * panel_bytes
+                tile_at = tile.ctypes.data + ((top - first) * span + half * PANEL) * 4
+                _call(kernel, end - top, at, count, panel_at, tile_at, span)
+        if claim(board, region, item):
+            left = panel * PANEL
+            store(tile, last - first, PANEL, bias, out, mode, gate, first, left, min(left + PANEL, width))
+            finish(board, region, item)
+        item = take_item(board, region, items, leads)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+def quantize_rows(
+    x: np.ndarray,
+    scale: np.ndarray,
+    eps: float,
+    normed: np.ndarray,
+    group: int,
+    centre: int,
+    records: np.ndarray,
+) -> None:
+    """Write the records of all rows, in this thread alone."""
+    _quantize_rows(x, scale, eps, normed, group, centre, records, 0, 1)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")
