@@ -5,7 +5,8 @@
     python benchmarks/quantized_products.py --device cpu --rows 1,16,64 --threads 2
 
 Each layer has several copies of its weight, more than the caches hold, as the layers of a model are. On a CPU the
-formats are float32, int8, int4, mxfp4 and GGUF's; each round times all, so that other load affects them alike.
+formats are float32, bfloat16, float16, int8, int4, mxfp4 and GGUF's; each round times all, so that other load affects
+them alike.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def cpu_weight(form: str, outputs: int, inputs: int) -> Weight:
         scales = torch.full((outputs, inputs // 32), 2.0**-8, dtype=torch.bfloat16)
         return Grouped(Code.FP4, pack(torch.randint(0, 16, (outputs, inputs))), scales, None, torch.float32)
     matrix = torch.randn(outputs, inputs) / 64
-    return Dense(matrix) if form == "float32" else quantize(matrix, KINDS[form])
+    if form in ("float32", "bfloat16", "float16"):
+        return Dense(matrix.to(getattr(torch, form)), torch.float32)
+    return quantize(matrix, KINDS[form])
 
 
 def on_cpu(layers: list[str], forms: list[str], sizes: list[int], rounds: int) -> None:
@@ -219,7 +222,9 @@ def main() -> None:
     """Print a table of all layers, formats and rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,4,16,64,256,2048")
-    parser.add_argument("--formats", help="default: bfloat16,fp8,int8,int4, on a CPU float32,int8,int4,mxfp4,Q8_0,Q4_K")
+    parser.add_argument(
+        "--formats", help="default: bfloat16,fp8,int8,int4, on a CPU float32,bfloat16,int8,int4,mxfp4,Q8_0,Q4_K"
+    )
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--threads", type=int, help="on a CPU")
@@ -228,7 +233,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing per sweep")
     given = parser.parse_args()
     torch.manual_seed(0)
-    usual = "bfloat16,fp8,int8,int4" if given.device == "cuda" else "float32,int8,int4,mxfp4,Q8_0,Q4_K"
+    usual = "bfloat16,fp8,int8,int4" if given.device == "cuda" else "float32,bfloat16,int8,int4,mxfp4,Q8_0,Q4_K"
     forms, sizes = (given.formats or usual).split(","), [int(each) for each in given.rows.split(",")]
     if given.device == "cpu":
         torch.set_num_threads(given.threads or torch.get_num_threads())

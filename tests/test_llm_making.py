@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, ChairliftError, SamplingParams
 from chairlift.core.errors import CapacityError, ModelError, RequestError, SettingsError
@@ -72,3 +74,17 @@ def test_half_precision_runs_and_stays_close(tiny_model: Path, dtype: str) -> No
     exact, rough = (engine.generate([5, 9, 33, 8], params)[0].outputs[0] for engine in (whole, half))
     assert rough.token_ids == exact.token_ids
     assert rough.cumulative_logprob == pytest.approx(exact.cumulative_logprob, abs=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_of_16_bits_keeps_them_on_a_cpu_and_answers_as_in_float32(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = make_tiny_model(tmp_path, tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    narrow, wide = (LLM(str(folder), progress=False, device="cpu", dtype=each) for each in ("auto", "float32"))
+    assert wide.weight_bytes == 2 * narrow.weight_bytes and str(dtype).removeprefix("torch.") in narrow.weights
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=3, ignore_eos=True)
+    answers = [[each.outputs[0] for each in llm.generate([[5, 9, 33], [8] * 40], params)] for llm in (narrow, wide)]
+    assert answers[0] == answers[1]

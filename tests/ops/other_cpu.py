@@ -28,6 +28,7 @@ def main() -> None:
     from test_grouped_cpu import make
     from test_quantized_blocks import blocks
 
+    from chairlift.ops.dense import Dense
     from chairlift.ops.linear import Linear
     from chairlift.ops.panels import DOT
     from chairlift.ops.tile import WIDTH
@@ -35,6 +36,10 @@ def main() -> None:
     weights = {name: blocks(name, 75, 512) for name in ("Q8_0", "Q4_K", "Q6_K", "Q5_0")}
     weights |= {name: make(name, 75) for name in ("awq", "w8a16", "w8a8", "mxfp4")}
     weights["w8a8"].codes[:40] = -128
+    numbers = torch.randn(75, 512, generator=torch.Generator().manual_seed(2))
+    numbers[0, :3] = torch.tensor([6e-8, -3e-5, 6.5e4])
+    halves = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    weights |= {name: Dense(numbers.to(dtype), torch.float32) for name, dtype in halves.items()}
     found = {"dot": np.array([DOT, str(WIDTH)])}
     for name, weight in weights.items():
         x = 10 * torch.randn(11, weight.shape[1], generator=torch.Generator().manual_seed(1))

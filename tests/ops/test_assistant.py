@@ -62,6 +62,7 @@ def weights() -> Iterator[tuple[str, Weight]]:
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in ((960, 576), (70, 32), (2, 64)):
         yield f"float32 {outputs}", Dense(torch.randn(outputs, inputs, generator=generator))
+    yield "bfloat16", Dense(torch.randn(100, 576, generator=generator).bfloat16(), torch.float32)
     form = next(each for each in FORMATS.values() if each.name == "Q8_0")
     raw = torch.randint(0, 256, (960, 18, form.nbytes), dtype=torch.uint8, generator=generator)
     raw[:, :, :2] = torch.full((960, 18, 1), 0.02).half().view(torch.uint8)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from chairlift.ops.dense import Dense, linear_reference
 from chairlift.ops.linear import Linear
 from chairlift.ops.norm import Norm, rms_norm_reference
-from chairlift.ops.weight import GELU_TANH, SILU, Gate, Weight, gate_mul_reference, join_weights
+from chairlift.ops.tile import PANEL
+from chairlift.ops.weight import GELU_TANH, SILU, Gate, Mixed, Weight, gate_mul_reference, join_weights
 
 SHAPES = [(576, 960), (1536, 576), (100, 37), (7, 3), (513, 16)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 65]
@@ -69,6 +70,49 @@ def test_threads_do_not_change_a_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 65])
+@pytest.mark.parametrize(("depth", "width"), [(576, 960), (100, 38), (7, 2)])
+def test_weights_of_16_bits_give_the_bits_of_float32_weights(
+    dtype: torch.dtype, rows: int, depth: int, width: int
+) -> None:
+    weight, x = torch.randn(width, depth).to(dtype), torch.randn(rows, depth)
+    weight[0, :4] = torch.tensor([6e-8, -3e-5, 0.0, 5e4])  # in float16 two subnormals, and nearly the largest number
+    bias, norm, residual = torch.randn(width), Norm(torch.randn(depth), 1e-5), torch.randn(rows, width)
+    narrow, wide = Dense(weight, torch.float32), Dense(weight.float())
+    layer = Linear(narrow, bias, norm=norm)
+    assert torch.equal(layer(x, add_to=residual.clone()), Linear(wide, bias, norm=norm)(x, add_to=residual.clone()))
+    assert torch.equal(Linear(narrow, gate=SILU)(x), Linear(wide, gate=SILU)(x))
+    exact = linear_reference(x.double(), weight.double())
+    assert (Linear(narrow)(x).double() - exact).abs().max() < 1e-6 * depth * exact.abs().max()
+    assert layer.formats == {str(dtype).removeprefix("torch."): 2 * depth * PANEL * -(-width // PANEL)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_matrix_of_16_bits_in_a_float32_model_is_joined_cut_and_looked_up(dtype: torch.dtype) -> None:
+    tensor, x, ids = torch.randn(40, 24).to(dtype), torch.randn(3, 24), torch.tensor([3, 39, 0])
+    weight = Dense(tensor, torch.float32)
+    joined = weight.rows(0, 16).join([weight.rows(16, 40)])
+    assert torch.equal(Linear(joined)(x), Linear(weight)(x))
+    assert torch.equal(weight.lookup(ids), tensor[ids].float())
+    part = Linear(weight.columns(4, 12).pad(48))(x[:, 4:12].contiguous())
+    assert torch.allclose(part[:, :40], x[:, 4:12] @ tensor[:, 4:12].float().t(), atol=1e-5)
+    mixed = join_weights([weight, Dense(tensor.float())])
+    assert isinstance(mixed, Mixed)
+    assert torch.equal(Linear(mixed)(x)[:, 40:], Linear(weight)(x))
+    both = Linear(weight, torch.ones(40), gate=SILU)(x)  # a bias inside of a gate is left to torch
+    assert torch.allclose(both, linear_reference(x, tensor.float(), torch.ones(40), gate=SILU), atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_packing_gives_back_the_pages_of_a_mapped_matrix_as_it_reads_them(gated: bool) -> None:
+    """The pages of a whole embedding would be as large as the rest of a small model."""
+    released = []
+    weight = Dense(torch.randn(3 * 2048, 2048).bfloat16(), torch.float32, lambda: released.append(True))
+    Linear(weight, gate=SILU if gated else None)
+    assert len(released) >= 3
 
 
 def test_other_dtypes_use_plain_torch() -> None:

@@ -45,8 +45,9 @@ class ModelSettings:
     )
     dtype: str = option(
         "auto",
-        "auto is the model's own dtype on a GPU; on a CPU it is float32, with quantized integers multiplied as "
-        "they are. float32 dequantizes them: use it for exact results.",
+        "auto is the model's own dtype on a GPU; on a CPU it is float32, with weights of 16 bits kept in 16 bits, at "
+        "the same results, and quantized integers multiplied as they are. float32 converts all weights when they are "
+        "loaded: use it for exact results of quantized ones.",
         ("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(

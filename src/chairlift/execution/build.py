@@ -29,7 +29,7 @@ from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.executor import TorchExecutor
 from chairlift.execution.speculate import add_draft_model, add_head, check_draft, speculate
 from chairlift.execution.swap import DiskBlocks, HostBlocks
-from chairlift.models.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
+from chairlift.models.checkpoint import Checkpoint, open_checkpoint
 from chairlift.models.config import ModelConfig
 from chairlift.models.decoder import Decoder
 from chairlift.models.division import of_one_rank
@@ -163,9 +163,8 @@ def find_model(model: str, settings: Settings, *, progress: bool = True) -> Foun
     checkpoint = open_checkpoint(resolve(model, progress=progress))
     given = checkpoint.config, wanted.dtype, device.type, checkpoint.config_file, wanted.quantization
     config = read_config(*given, checkpoint.format)
-    if isinstance(checkpoint, GgufCheckpoint):
-        is_plain = wanted.dtype == "auto" and not isinstance(config.format, OnLoad)
-        checkpoint.keeps_blocks = device.type == "cpu" and is_plain
+    is_rounded = isinstance(config.format, OnLoad)
+    checkpoint.keeps_stored = device.type == "cpu" and wanted.dtype == "auto" and not is_rounded
     return Found(config, checkpoint, device)
 
 
@@ -328,8 +327,8 @@ def load(
     ranks = 1 if group is None else group.size
     own = of_one_rank(config, ranks)
     total = record(own, ranks).nbytes
-    if isinstance(checkpoint, GgufCheckpoint) and checkpoint.keeps_blocks:
-        total = checkpoint.nbytes() // ranks
+    if checkpoint is not None and checkpoint.keeps_stored and config.format is None:
+        total = min(total, checkpoint.nbytes() // ranks)
     require_memory(own, total, max_length, device, ranks)
     source: TensorSource = checkpoint or RandomTensors(config, device)
     if isinstance(config.format, OnLoad):

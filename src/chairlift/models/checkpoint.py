@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from chairlift.ops.weight import Weight
 
 INDEX = "model.safetensors.index.json"
+HALVES = ("bfloat16", "float16")
 
 
 class Checkpoint(Protocol):
@@ -50,6 +51,9 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
+
+    keeps_stored: bool
+    """Whether `weight` returns matrices as they are stored: GGUF's blocks, and 16 bits in a float32 model."""
 
     @property
     def read_bytes(self) -> int:
@@ -106,6 +110,7 @@ class SafetensorsCheckpoint:
         Values(self.config_file, self.config).part(
             "generation_config"
         )  # checks that it is an object, also if config.json itself has it
+        self.keeps_stored = False
         self.read_bytes = 0
         self._touched: list[str] = []  # tensors that a format has read since pages were last released
         self._files: dict[str, SafetensorsFile] = {}
@@ -201,6 +206,8 @@ class SafetensorsCheckpoint:
                 f"{self.path}: tensor {name} is {stored} without scales, so its numbers are not known: the config's "
                 "quantization_config or the tensor's scales are missing"
             )
+        if self.keeps_stored and stored in HALVES:
+            return Dense(self.tensor(name, cut=cut), dtype, lambda: self._file(name).release(name))
         return Dense(self.tensor(name, dtype, device, cut=cut))
 
     def _release(self) -> None:
@@ -264,7 +271,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = self.config_file = path
-        self.keeps_blocks = False  # whether `weight` returns quantized matrices in their block format
+        self.keeps_stored = False
         self._file = GgufFile(path)
         self.config = hf_config(self._file)
         self.metadata = {key: value for key, value in self._file.metadata.items() if not isinstance(value, list)}
@@ -316,13 +323,15 @@ class GgufCheckpoint:
         return hf_layout(weights, gguf_name, self.config)
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, *, cut: Cut | None = None) -> Weight:
-        """Read a matrix or a part of it, dequantized unless the checkpoint keeps its blocks."""
+        """Read a matrix or a part of it, dequantized unless it is kept as it is stored."""
         from chairlift.ops.blocks import Blocks
         from chairlift.ops.dense import Dense
 
         gguf_name = self._gguf_name(name)
         form = self._file.tensors[gguf_name].type
-        if self.keeps_blocks and form.plain is None:
+        if self.keeps_stored and form.plain in HALVES:
+            return Dense(self.tensor(name, cut=cut), dtype, lambda: self._file.release(gguf_name))
+        if self.keeps_stored and form.plain is None:
             blocks, rest = self._file.blocks(gguf_name, cut)
             if rest is None:  # else the cut divides blocks, which have one scale
                 ordered = hf_layout(blocks, gguf_name, self.config)

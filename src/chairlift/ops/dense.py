@@ -1,8 +1,8 @@
-"""Dense weights: packed in panels for float32 on a CPU, plain tensors elsewhere."""
+"""Dense weights: packed in panels for products in float32 on a CPU, plain tensors elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from chairlift.ops.norm import Norm, normalize, rms_norm, rms_norm_reference
 from chairlift.ops.packed import items_of, multiply, multiply_shared, pack
 from chairlift.ops.triton_found import HAS_TRITON
 from chairlift.ops.weight import Fused, Gate, Product, Weight, gate_mul, gate_mul_reference
+from chairlift.ops.widen import KINDS
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -25,10 +26,14 @@ def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Dense(Weight):
-    """A matrix in the model's own dtype."""
+    """A matrix in the model's own dtype, or in 16 bits in a float32 model on a CPU."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, release: Callable[[], None] = lambda: None
+    ) -> None:
         self.tensor = tensor
+        self.dtype = dtype or tensor.dtype  # the model's
+        self._release = release  # gives back the pages of the mapped file that `tensor` is a view of
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,35 +57,47 @@ class Dense(Weight):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ W^T."""
-        return F.linear(x, self.tensor)
+        return F.linear(x, self.tensor.to(self.dtype))
+
+    def can_join(self, other: Weight) -> bool:
+        """Whether the other weight has the same dtypes."""
+        return isinstance(other, Dense) and (other.dtype, other.tensor.dtype) == (self.dtype, self.tensor.dtype)
 
     def join(self, others: Sequence[Dense]) -> Dense:
         """Concatenate the outputs of this weight and the others."""
-        return Dense(concatenate([self.tensor, *(other.tensor for other in others)])) if others else self
+        if not others:
+            return self
+        whole = self._like(concatenate([self.tensor, *(other.tensor for other in others)]))
+        for each in (self, *others):
+            each._release()
+        return whole
 
     def rows(self, first: int, last: int) -> Dense:
         """Return outputs first..last."""
-        return Dense(self.tensor[first:last])
+        return self._like(self.tensor[first:last])
 
     def columns(self, first: int, last: int) -> Dense:
         """Return inputs first..last."""
-        return Dense(self.tensor[:, first:last].contiguous())
+        return self._like(self.tensor[:, first:last].contiguous())
 
     def pad(self, outputs: int) -> Dense:
         """Return the matrix with rows of zeros after its own, `outputs` rows in all."""
         missing = outputs - self.tensor.shape[0]
-        return Dense(F.pad(self.tensor, (0, 0, 0, missing))) if missing else self
+        return self._like(F.pad(self.tensor, (0, 0, 0, missing))) if missing else self
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return some rows, as an embedding does."""
-        return F.embedding(ids, self.tensor)
+        """Return some rows in the model's dtype, as an embedding does."""
+        return F.embedding(ids, self.tensor).to(self.dtype)
 
     def prepare(self, fused: Fused) -> Product:
         """Return the product that a linear layer runs."""
-        tensor, is_mixed = self.tensor, fused.gate is not None and fused.bias is not None
-        if tensor.device.type == "cpu" and tensor.dtype == torch.float32 and not is_mixed:
+        is_mixed = fused.gate is not None and fused.bias is not None
+        if self.device.type == "cpu" and self.dtype == torch.float32 and not is_mixed:
             return PackedProduct(self, fused)
-        return DenseProduct(self, fused)
+        return DenseProduct(Dense(self.tensor.to(self.dtype)), fused)
+
+    def _like(self, tensor: torch.Tensor) -> Dense:
+        return Dense(tensor, self.dtype)
 
 
 class DenseProduct(Product):
@@ -121,10 +138,11 @@ class PackedProduct(CompiledProduct):
     """The product in float32 on a CPU: one compiled kernel over the packed weight, on NumPy arrays."""
 
     def __init__(self, weight: Dense, fused: Fused) -> None:
-        super().__init__("float32", pack(weight.tensor, fused.gate is not None), weight.shape[0], fused)
+        panels = pack(weight.tensor, fused.gate is not None, weight._release)
+        super().__init__(weight.format, panels, weight.shape[0], fused)
 
     def _multiply(self, x: np.ndarray, normed: np.ndarray, out: np.ndarray, mode: int) -> None:
-        rest = self._panels, self._bias, out, mode, self._gate
+        rest = self._panels, KINDS[self._format], self._bias, out, mode, self._gate
         if (helper := assistant()) is None:
             multiply(torch.get_num_threads(), x, self._scale, self._eps, normed, *rest)
             return

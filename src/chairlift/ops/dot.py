@@ -19,10 +19,11 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from chairlift.ops.panels import DOT, DOTS, HAS_HALVES, ROWS, SIGNED, VECTORS, Panels
+from chairlift.ops.panels import DOT, DOTS, ROWS, SIGNED, VECTORS, Panels
 from chairlift.ops.tile import WIDTH, emit_fetch
+from chairlift.ops.widen import emit_widen
 
-_f32, _f16 = ir.FloatType(), ir.HalfType()
+_f32 = ir.FloatType()
 _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _LINE = 64  # bytes in a cache line
@@ -164,18 +165,10 @@ class _Tile:
 
     def scale(self, block: Any, at: int) -> Any:
         """Return a vector of a block's numbers, from number `at` on."""
-        builder, kind = self.builder, self.panels.scale
+        kind = self.panels.scale
         if kind == "float32":
             return self.load(block, 4 * at, self.floats)
-        if kind == "float16" and HAS_HALVES:
-            return builder.fpext(self.load(block, 2 * at, ir.VectorType(_f16, self.width)), self.floats)
-        halves = self.load(block, 2 * at, ir.VectorType(_i16, self.width))
-        if kind == "bfloat16":
-            return builder.bitcast(self.shifted(builder.zext(halves, self.lanes), -16), self.floats)
-        # Exponent and fraction where a float32 has them, times the difference of the two exponents' zeros: exact.
-        wide = self.shifted(builder.sext(halves, self.lanes), -13)
-        bits = builder.and_(wide, ir.Constant(self.lanes, [-0x70000001 + (1 << 32)] * self.width))
-        return builder.fmul(builder.bitcast(bits, self.floats), ir.Constant(self.floats, [2.0**112] * self.width))
+        return emit_widen(self.builder, self.load(block, 2 * at, ir.VectorType(_i16, self.width)), kind)
 
     def zeros(self, block: Any) -> list[Any]:
         """Return the zeros of a block's outputs, as floats."""

@@ -1,38 +1,49 @@
-"""Linear layers in float32 on the CPU: weights packed in panels, one compiled kernel per layer."""
+"""Linear layers in float32 on the CPU: weights packed in panels, one compiled kernel per layer.
+
+Weights of 16 bits are packed as they are. A part of a panel that fits the L1 cache is converted to float32 there, then
+all rows use it: from memory come half the bytes, and the results have the bits of float32 weights.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numba
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numba import njit, prange
 
 from chairlift.ops.assistant import claim, finish, take_item
 from chairlift.ops.norm import normalize
-from chairlift.ops.tile import PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
+from chairlift.ops.tile import AHEAD, PANEL, ROWS, WIDTH, exp, panel_tile, prefetch
+from chairlift.ops.widen import FLOAT32, widen
 
 _K_BLOCK = {4: 576, 8: 384, 16: 96}[WIDTH]  # the part of a panel, along K, that fits the L1 cache while all rows use it
 _ROW_BLOCK = 192  # rows multiplied by a panel together: their inputs and sums fit the L2 cache
 _LINE = 64  # bytes in a cache line
 _FETCHES_AHEAD = WIDTH > 4  # measured: 10% faster with AVX512, 1% slower with NEON
+_CHUNK = 1 << 22  # weights packed at a time
 PLAIN, ADD, GATED = 0, 1, 2  # whether a product is stored, added to the output, or gated
 
 
-def pack(weight: torch.Tensor, gated: bool) -> np.ndarray:
-    """Return [panels, in, PANEL], zero-padded; in a gated weight each gate panel is followed by its up panel."""
-    halves = [_panels(half) for half in (weight.chunk(2) if gated else (weight,))]
-    if not gated:
-        return halves[0]
-    return np.ascontiguousarray(np.stack(halves, axis=1).reshape(-1, *halves[0].shape[1:]))
+def pack(weight: torch.Tensor, gated: bool, release: Callable[[], None] = lambda: None) -> np.ndarray:
+    """Return panels [n, bytes], each [in, PANEL], zero-padded; in a gated weight each gate panel precedes its up panel.
 
-
-def _panels(weight: torch.Tensor) -> np.ndarray:
-    rows, columns = weight.shape
-    panels = -(-rows // PANEL)
-    if rows % PANEL:
-        weight = F.pad(weight, (0, 0, 0, panels * PANEL - rows))
-    return weight.view(panels, PANEL, columns).transpose(1, 2).contiguous().numpy()
+    `release` is called after every part of the weight: it gives back the pages of a mapped file.
+    """
+    parts = weight.chunk(2) if gated else (weight,)
+    rows, columns = parts[0].shape
+    panels = weight.new_empty(-(-rows // PANEL), len(parts), columns, PANEL)
+    step = max(1, _CHUNK // (PANEL * columns))
+    for number, part in enumerate(parts):
+        for first in range(0, rows // PANEL, step):
+            last = min(first + step, rows // PANEL)
+            panels[first:last, number] = part[first * PANEL : last * PANEL].view(-1, PANEL, columns).transpose(1, 2)
+            release()
+        if rest := rows % PANEL:
+            panels[-1, number, :, :rest], panels[-1, number, :, rest:] = part[-rest:].t(), 0
+            release()
+    return panels.flatten(0, 1).flatten(1).view(torch.uint8).numpy()
 
 
 @njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
@@ -43,17 +54,21 @@ def multiply(
     eps: float,
     source: np.ndarray,
     packed: np.ndarray,
+    kind: int,
     bias: np.ndarray,
     out: np.ndarray,
     mode: int,
     gate: tuple[float, float],
 ) -> None:
-    """Compute the layer of x into `out`; `source` is a buffer for the normed input, or x itself without a norm."""
+    """Compute the layer of x into `out`; `source` is a buffer for the normed input, or x itself without a norm.
+
+    `kind` is the dtype of the packed weight (widen.py).
+    """
     if scale.size:
         for piece in prange(pieces):
             _norm_rows(x, scale, eps, source, piece, pieces)
     for piece in prange(pieces):
-        _multiply_tiles(source, packed, bias, out, mode, gate, piece, pieces)
+        _multiply_tiles(source, packed, kind, bias, out, mode, gate, piece, pieces)
 
 
 def items_of(x: np.ndarray, packed: np.ndarray, mode: int) -> int:
@@ -69,6 +84,7 @@ def multiply_shared(
     leads: bool,
     x: np.ndarray,
     packed: np.ndarray,
+    kind: int,
     bias: np.ndarray,
     out: np.ndarray,
     mode: int,
@@ -79,14 +95,15 @@ def multiply_shared(
     step = 2 if mode == GATED else 1
     groups, span = packed.shape[0] // step, step * PANEL
     tile = np.empty((min(tokens, _ROW_BLOCK), span), np.float32)
+    wide = np.empty(0 if kind == FLOAT32 else min(depth, _K_BLOCK) * PANEL, np.float32)
     item = take_item(board, region, items, leads)
     while item >= 0:
         top, group = item // groups * _ROW_BLOCK, item % groups
         count = min(_ROW_BLOCK, tokens - top)
         for half in range(step):
-            panel_at = packed.ctypes.data + (group * step + half) * depth * PANEL * 4
+            panel_at = packed.ctypes.data + (group * step + half) * packed.shape[1]
             tile_at = tile.ctypes.data + half * PANEL * 4
-            _multiply(x.ctypes.data + top * depth * 4, count, depth, panel_at, tile_at, span)
+            _multiply(x.ctypes.data + top * depth * 4, count, depth, panel_at, kind, wide.ctypes.data, tile_at, span)
         if claim(board, region, item):
             store(tile, count, PANEL, bias, out, mode, gate, top, group * PANEL, min(group * PANEL + PANEL, width))
             finish(board, region, item)
@@ -103,6 +120,7 @@ def _norm_rows(x: np.ndarray, scale: np.ndarray, eps: float, out: np.ndarray, pi
 def _multiply_tiles(
     x: np.ndarray,
     packed: np.ndarray,
+    kind: int,
     bias: np.ndarray,
     out: np.ndarray,
     mode: int,
@@ -118,7 +136,8 @@ def _multiply_tiles(
     # Every panel is computed into this buffer; store applies bias, residual and gate and drops the padding as it
     # copies from there.
     tile = np.empty((min(tokens, _ROW_BLOCK), span), np.float32)
-    tile_at = tile.ctypes.data
+    wide = np.empty(0 if kind == FLOAT32 else min(depth, _K_BLOCK) * PANEL, np.float32)
+    tile_at, wide_at = tile.ctypes.data, wide.ctypes.data
     for row in range(0, tokens, _ROW_BLOCK):
         rows = min(_ROW_BLOCK, tokens - row)
         # Divide tiles evenly, not panels: two pieces of 9 panels get 4.5 each, split between two rows.
@@ -128,20 +147,26 @@ def _multiply_tiles(
             top = row + rows * max(first - group * tiles, 0) // tiles
             count = row + rows * min(last - group * tiles, tiles) // tiles - top
             for half in range(step):
-                panel_at = packed_at + (group * step + half) * depth * PANEL * 4
-                _multiply(x_at + top * depth * 4, count, depth, panel_at, tile_at + half * PANEL * 4, span)
+                panel_at = packed_at + (group * step + half) * packed.shape[1]
+                to = tile_at + half * PANEL * 4
+                _multiply(x_at + top * depth * 4, count, depth, panel_at, kind, wide_at, to, span)
             store(tile, count, PANEL, bias, out, mode, gate, top, group * PANEL, min(group * PANEL + PANEL, width))
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, span: int) -> None:
+def _multiply(
+    x_at: int, tokens: int, depth: int, panel_at: int, kind: int, wide_at: int, tile_at: int, span: int
+) -> None:
     """Multiply all rows by one panel, a K block at a time."""
-    blocks = -(-tokens // ROWS)
+    blocks, pitch = -(-tokens // ROWS), PANEL * (4 if kind == FLOAT32 else 2)
     for k in range(0, depth, _K_BLOCK):
         count = min(_K_BLOCK, depth - k)
-        here = panel_at + k * PANEL * 4
-        ahead = here + count * PANEL * 4  # the next block follows in memory
-        share = -(-count * PANEL * 4 // (blocks * _LINE)) * _LINE
+        here, fetched = panel_at + k * pitch, AHEAD
+        ahead = here + count * pitch  # the next block follows in memory
+        share = -(-count * pitch // (blocks * _LINE)) * _LINE
+        if kind != FLOAT32:
+            widen(kind, here, count, wide_at)
+            here, fetched = wide_at, 0
         for block in range(blocks):
             if _FETCHES_AHEAD and blocks > 1:
                 for line in range(ahead, ahead + share, _LINE):
@@ -150,7 +175,7 @@ def _multiply(x_at: int, tokens: int, depth: int, panel_at: int, tile_at: int, s
             # Even tiles instead of full tiles and a rest: a tile of one row takes almost as long as one of four.
             row, end = tokens * block // blocks, tokens * (block + 1) // blocks
             x_row, tile_row = x_at + (row * depth + k) * 4, tile_at + row * span * 4
-            panel_tile(end - row, x_row, depth, here, tile_row, span, count, k)
+            panel_tile(end - row, x_row, depth, here, tile_row, span, count, k, fetched)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -33,7 +33,6 @@ def _choose_dot() -> str:
 # vpdpbusd of AVX512-VNNI or AVX-VNNI, sdot of ARM's dotprod, vpmaddubsw of AVX2 or AVX512BW, 16-bit multiply-adds
 DOTS = ("vnni", "sdot", "pairs", "plain")
 DOT = _choose_dot()
-HAS_HALVES = platform.machine().lower() not in ("x86_64", "amd64") or llvm.get_host_cpu_features().get("f16c", False)
 SIGNED = DOT in ("sdot", "pairs")  # whether codes of 8 bits are stored signed; vpdpbusd multiplies unsigned codes
 # Rows and vectors of the largest tile: sums in int32 and in float32 beside the operands, in 32, 16 and 32 registers.
 ROWS, VECTORS = {4: (4, 3), 8: (3, 2), 16: (6, 2)}[WIDTH]

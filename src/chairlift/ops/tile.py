@@ -175,7 +175,7 @@ def _tile(rows: int, vectors: int, width: int, *, ldb_fixed: int | None = None, 
 _p1, _p2, _p3, _p4, _p5, _p6 = (
     _tile(rows, _VECTORS, WIDTH, ldb_fixed=PANEL, fetches=rows <= _FETCH_ROWS) for rows in range(1, ROWS + 1)
 )
-_FETCH = _FETCH_STEPS * PANEL
+AHEAD = _FETCH_STEPS * PANEL  # how far a tile of few rows prefetches a weight, in floats
 _ATTENTION_WIDTH = min(WIDTH, BLOCK_COLUMNS)
 _b1, _b2, _b3, _b4 = (
     _tile(rows, BLOCK_COLUMNS // _ATTENTION_WIDTH, _ATTENTION_WIDTH, fetches=True) for rows in range(1, 5)
@@ -183,20 +183,23 @@ _b1, _b2, _b3, _b4 = (
 
 
 @njit(nogil=True)
-def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, adds: int) -> None:
-    """Compute C = A @ B, or += if `adds`, for up to ROWS rows and one panel; addresses in bytes, sizes in floats."""
+def panel_tile(rows: int, a: int, lda: int, b: int, c: int, ldc: int, k: int, adds: int, ahead: int) -> None:
+    """Compute C = A @ B, or += if `adds`, for up to ROWS rows and one panel; addresses in bytes, sizes in floats.
+
+    Of few rows, it prefetches `ahead` floats further while it reads B.
+    """
     if rows == 6:
-        _p6(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
+        _p6(a, lda, b, PANEL, c, ldc, k, adds, ahead)
     elif rows == 5:
-        _p5(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
+        _p5(a, lda, b, PANEL, c, ldc, k, adds, ahead)
     elif rows == 4:
-        _p4(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
+        _p4(a, lda, b, PANEL, c, ldc, k, adds, ahead)
     elif rows == 3:
-        _p3(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
+        _p3(a, lda, b, PANEL, c, ldc, k, adds, ahead)
     elif rows == 2:
-        _p2(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
+        _p2(a, lda, b, PANEL, c, ldc, k, adds, ahead)
     else:
-        _p1(a, lda, b, PANEL, c, ldc, k, adds, _FETCH)
+        _p1(a, lda, b, PANEL, c, ldc, k, adds, ahead)
 
 
 @njit(nogil=True)
