@@ -25,7 +25,7 @@ def connected(server: Running, *, buffer: int | None = None) -> Iterator[socket.
         if buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         client.connect(address_of(server))
-        client.settimeout(60)
+        client.settimeout(240)  # far longer than a busy machine takes for the largest of these
         yield client
 
 
