@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -293,3 +294,17 @@ def test_the_core_comes_without_torch_or_numpy(module: str) -> None:
     asked = f"import sys, chairlift.{module}; print(sorted({{'torch', 'numpy', 'numba'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_every_module_is_in_the_map() -> None:
+    """ARCHITECTURE.md names every module under its folder, but those of folders with a file for each of one kind."""
+    tree = (SOURCE.parent / "ARCHITECTURE.md").read_text().partition("## The house")[2].partition("\n## ")[0]
+    folders = dict(re.findall(r"^ {6}(\w+)/(.*(?:\n {8}.*)*)", tree, re.MULTILINE))
+    alike = {"commands", "families", "formats", "parsers", "peers"}
+    missing = [
+        str(file.relative_to(SOURCE))
+        for file in [*FILES.values(), *SOURCE.rglob("*.js")]
+        if not file.name.startswith("__") and file.parent.name not in alike and file.parent.name != "chairlift"
+        if not re.search(rf"\b{re.escape(file.name)}", folders[file.relative_to(SOURCE).parts[1]])
+    ]
+    assert missing == []
