@@ -184,7 +184,7 @@ def test_what_checks_of_a_draft_model_take_is_told_apart_from_what_its_passes_ta
         step = StepPlan(sequences=[one], counts=[1], samples=[one], tokens=1 + len(drafts), drafts=[(0, drafts)])
         speculation.observe_step(step, 1.0 + each + price * len(drafts))
     assert times.seconds(3) == 1.0
-    assert speculation.early_seconds == pytest.approx(each, abs=0.03)
+    assert speculation.check_overhead == pytest.approx(each, abs=0.03)
     assert passes.seconds(1) == pytest.approx(price, rel=0.1)
 
 
@@ -192,7 +192,7 @@ def test_an_overlapped_engine_seldom_collects_early_where_nothing_is_worth_it() 
     speculation = make([(1, 1.0), (101, 2.0)])
     [one] = sequences(1)
     teach(speculation, one, 0.0, checks=100)
-    speculation.early_seconds = 0.5
+    speculation.check_overhead = 0.5
     early = 0
     for _ in range(1000):
         if speculation.collects_early(False, 1):

@@ -8,17 +8,17 @@ from collections import OrderedDict
 from chairlift.core.drafting import NOTHING, Drafter, Proposal
 from chairlift.core.request import Sequence
 
-_LEAST = 3  # tokens that must match, but where nothing longer does
-_MOST = 32  # tokens that are compared: a longer match tells no more
+_LEAST = 3  # tokens of a match; two or one only where there is none
+_MOST = 32  # tokens that are compared: a longer match is not better
 _TRIED = 16  # earlier places that are compared
 _BUCKETS = 1 << 12  # of the hash table of one text
 _AT_ONCE = 2048  # tokens indexed in one call, so that a long prompt does not delay a step
 _END = -1  # a token that matches none: the end of an answer, or of a prediction
 _SHARED = 1 << 14  # tokens of recent answers in one generation of an index
 _SALTS = 64  # with an index of recent answers
-_GRADES = (6, 10, 16)  # tokens that match, from which on a proposal is of a higher grade
+_GRADES = (6, 10, 16)  # lengths of a match at which a proposal's grade rises
 _PAIR, _SINGLE = 8, 9  # grades of matches of two tokens and of one
-_AFTER_PAIR, _AFTER_SINGLE = 4, 2  # drafts behind them: one may pay where another token costs next to nothing
+_AFTER_PAIR, _AFTER_SINGLE = 4, 2  # drafts after them: few, which pay where another token costs almost no time
 
 
 class Text:
@@ -38,7 +38,7 @@ class Text:
         self._singles = array("i", (-1,)) * _BUCKETS
 
     def index(self) -> bool:
-        """Index tokens that are not yet; whether all are."""
+        """Index the next tokens; return whether all are indexed."""
         tokens, last, before = self.tokens, self._last, self._before
         pairs, singles = self._pairs, self._singles
         begin = len(before)

@@ -1,9 +1,8 @@
-"""Speculation: how many drafts of each sequence a step checks, so that the batch gets the most tokens a second.
+"""Speculation: chooses how many drafts of each sequence a step checks, for the most tokens a second.
 
-Each sequence has an acceptance estimate p: a check of k drafts is expected to bring p + p^2 + ... + p^k tokens beside
-the one that a decode brings. The drafts of all sequences are ordered by these gains. Step times tell what a step takes
-with the first of them, the first two, and so on; the number with the most expected tokens a second is chosen, and that
-may be none.
+Each sequence has an acceptance estimate p: a check of k drafts is expected to add p + p^2 + ... + p^k tokens to the one
+of a decode. The drafts of all sequences are ordered by these gains. Step times predict the seconds of a step with the
+first draft, the first two, and so on; the number with the most expected tokens a second is chosen, which may be 0.
 """
 
 from __future__ import annotations
@@ -16,18 +15,20 @@ from chairlift.core.request import Sequence
 from chairlift.core.step_times import StepTimes
 
 MOST_IN_STEP = 256  # drafts: each needs a row of logits over the whole vocabulary
-_PRIOR = 16.0  # drafts that the usual acceptance of a proposal's grade counts as, beside a sequence's own
-_HOPE, _HOPED = 0.6, 24.0  # the acceptance of a grade that was never tried, and the drafts that it counts as
+_PRIOR = 16.0  # weight of the acceptance of a proposal's grade in a sequence's estimate, in drafts
+_UNTRIED, _UNTRIED_DRAFTS = 0.6, 24.0  # acceptance of a grade without checks, and its weight in drafts
 _FORGET = 0.95  # per check, of a sequence's own drafts; per 1 / (1 - _FORGET_GRADE) checks, of a grade's
 _FORGET_GRADE = 0.99
 _FORGET_SKIPPED = 0.999  # per step in which a proposal was not checked: after some hundred, a sequence is tried again
-_ALIKE = 8  # gains are about equal that differ by less than 1 / 8
-_CERTAIN = 0.98  # highest estimate
+_ALIKE = 8  # gains that differ by less than 1 / 8 count as equal
+_CERTAIN = 0.98  # highest acceptance estimate
 _RATE = 0.1  # share of each measurement in an average
-_LEARNED = 0.2  # share of an error that corrects what a check takes
-_MEASURED = 0.01  # how much less of an error is ascribed to a pass of the draft model
-_REST = 6  # after 2 ** 6 steps at most, an overlapped engine that drafts nothing collects a step early to try again
-_TRIED = 0.75  # speed beside none that a trial may be predicted to have: the prediction may be wrong
+_OVERHEAD_RATE = 0.2  # share of a step's error that corrects the overhead of checks
+_DRAFTING_WEIGHT = 0.01  # weight of each pass of the draft model in that error, relative to the overhead's 1
+_LONGEST_REST = (
+    6  # an overlapped engine that checks no drafts collects a step early at least every 2 ** 6 steps: a trial
+)
+_TRIAL_SPEED = 0.75  # least predicted speed of a trial, relative to no drafts: the prediction may be wrong
 
 
 @dataclass(slots=True)
@@ -64,24 +65,24 @@ class Speculation:
         self.max_drafts = max_drafts
         self._most = most  # drafts in a step
         self.fixed: int | None = None  # drafts of every check, in experiments only
-        # That a check takes beside its pass and its drafts: an overlapped engine collects the step before it first, and
-        # plans while the device waits.
-        self.early_seconds = 0.0
+        # Seconds that a step with drafts takes beside its pass and its drafting: an overlapped engine collects the step
+        # before it first, and plans while the device waits.
+        self.check_overhead = 0.0
         self._draft_times = draft_times  # of one pass of a draft model, by the number of sequences
         self._hits = [0.0] * GRADES
         self._tries = [0.0] * GRADES
-        self._misses = 0  # steps collected early in a row without a draft that was worth it
-        self._rest = 0  # steps until the next is collected early
-        self._rested = 0  # steps since the last for which drafts were chosen
-        self._is_trial = False  # whether the step after a rest is planned
+        self._misses = 0  # trials in a row without a draft that was predicted to pay
+        self._steps_to_trial = 0
+        self._steps_since_drafts = 0  # steps since `choose` was last called
+        self._is_trial = False  # whether the step that is planned is a trial
 
     def acceptance(self, sequence: Sequence, grade: int = 0) -> float:
         """Return the probability that the next draft of a sequence is accepted, if those before it are."""
-        usual = (self._hits[grade] + _HOPE * _HOPED) / (self._tries[grade] + _HOPED)
+        usual = (self._hits[grade] + _UNTRIED * _UNTRIED_DRAFTS) / (self._tries[grade] + _UNTRIED_DRAFTS)
         return min(_CERTAIN, (sequence.hits + _PRIOR * usual) / (sequence.tries + _PRIOR))
 
     def may_pay(self, decodes: int) -> bool:
-        """Whether a draft could pay in a step with so many decodes, were it as good as certain."""
+        """Whether drafts with the highest acceptance estimate would pay in a step with this many decodes."""
         if self.fixed is not None:
             return True
         most = decodes + min(decodes * self.max_drafts, self._most)
@@ -91,7 +92,7 @@ class Speculation:
             size = min(most, 2 * size)
             gain = decodes + (size - decodes) * _CERTAIN
             depth = -(-(size - decodes) // decodes)
-            if (self.times.seconds(size) + self._drafting(decodes, depth) + self.early_seconds) / gain < now:
+            if (self.times.seconds(size) + self._drafting(decodes, depth) + self.check_overhead) / gain < now:
                 return True
         return False
 
@@ -100,15 +101,15 @@ class Speculation:
         self._is_trial = False
         if is_checking:
             return True
-        self._rest -= 1
-        self._rested += 1
-        self._is_trial = self._rest < 0 and running > 0 and self.may_pay(running)
+        self._steps_to_trial -= 1
+        self._steps_since_drafts += 1
+        self._is_trial = self._steps_to_trial < 0 and running > 0 and self.may_pay(running)
         return self._is_trial
 
     def choose(self, sequences: list[Sequence], decodes: int, prompt_tokens: int) -> list[Proposal]:
-        """Return the drafts to check of each sequence, none of most, in a step of `decodes` decodes, these included.
+        """Return the drafts of each sequence to check in a step; most may have none.
 
-        `prompt_tokens` are in the same step.
+        The step has `decodes` decodes, those of `sequences` included, and `prompt_tokens` tokens of prompts.
         """
         proposals = [self._propose(sequence) for sequence in sequences]
         gains = self._gains(sequences, proposals)
@@ -117,7 +118,7 @@ class Speculation:
         depths = [0] * len(sequences)
         for _, place, depth in gains:
             depths[place] = max(depths[place], depth)
-        kept, self._rested = _FORGET_SKIPPED ** max(1, self._rested), 0
+        kept, self._steps_since_drafts = _FORGET_SKIPPED ** max(1, self._steps_since_drafts), 0
         for sequence, proposal, depth in zip(sequences, proposals, depths, strict=True):
             if proposal.tokens and not depth:
                 sequence.hits *= kept
@@ -142,9 +143,9 @@ class Speculation:
         return found
 
     def _gains(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[tuple[float, int, int]]:
-        """Return (expected tokens, number of the sequence, depth) of the best drafts, the best first."""
-        # Of about equal gains, those of the sequence with the shortest answer first: else some would always be drafted
-        # and others never, and end late. The order is that of plain tuples, since there may be a thousand.
+        """Return (expected tokens, place of the sequence, depth) of the best drafts, the best first."""
+        # Equal gains are ordered by the length of the answer, shortest first: otherwise the same sequences would be
+        # drafted in every step, and the others end late. Plain tuples, since there may be a thousand.
         found = []
         for place, (sequence, (tokens, grade)) in enumerate(zip(sequences, proposals, strict=True)):
             if not tokens:
@@ -158,24 +159,24 @@ class Speculation:
         return [(gain, place, depth) for _, depth, _, place, gain in found[: self._most]]
 
     def _count(self, gains: list[tuple[float, int, int]], drafting: int, decodes: int, prompt_tokens: int) -> int:
-        """Return how many of the drafts bring the most tokens a second."""
+        """Return the number of drafts, from the first on, with the most expected tokens a second."""
         size, most = decodes + prompt_tokens, len(gains)
         none = decodes / self.times.seconds(size)
-        best, count = none * _TRIED if self._is_trial else none, 0
+        best, count = none * _TRIAL_SPEED if self._is_trial else none, 0
         expected, deepest = float(decodes), 0
         for number, (gain, _, depth) in enumerate(gains, 1):
             expected += gain
             deepest = max(deepest, depth)
-            if number < most and gains[number][2] <= deepest and not self.times.rises_behind(size + number):
-                continue  # the next draft is free
-            seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest) + self.early_seconds
+            if number < most and gains[number][2] <= deepest and not self.times.rises_after(size + number):
+                continue  # the next draft costs no time
+            seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest) + self.check_overhead
             if expected / seconds > best:
                 best, count = expected / seconds, number
         if best > none:
             self._misses = 0
         else:
-            self._misses = min(self._misses + 1, _REST)
-            self._rest = 1 << self._misses
+            self._misses = min(self._misses + 1, _LONGEST_REST)
+            self._steps_to_trial = 1 << self._misses
         return count
 
     def _drafting(self, sequences: int, depth: int) -> float:
@@ -185,7 +186,7 @@ class Speculation:
         return depth * self._draft_times.seconds(sequences)
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Learn from a check: drafts behind the first rejected one tell nothing."""
+        """Update the estimates from a check; drafts after the first rejected one do not count."""
         tried = min(accepted + 1, drafted)
         sequence.hits = _FORGET * sequence.hits + accepted
         sequence.tries = _FORGET * sequence.tries + tried
@@ -197,7 +198,7 @@ class Speculation:
         self.counts.add(drafted, accepted)
 
     def observe_step(self, step: StepPlan, seconds: float) -> None:
-        """Learn how long a step took, if it had no prompts."""
+        """Update the step times from a finished step, if it had no prompts."""
         drafts = sum(len(tokens) for _, tokens in step.drafts)
         if step.tokens != len(step.samples) + drafts:
             return
@@ -205,23 +206,24 @@ class Speculation:
             self.times.learn(step.tokens, seconds)
             return
         rows, deepest = len(step.drafts), max(len(tokens) for _, tokens in step.drafts)
-        seconds -= self.early_seconds
+        seconds -= self.check_overhead
         if self._draft_times is None:
             self.times.learn(step.tokens, seconds - self._drafting(rows, deepest))
             return
-        # Steps without drafts tell what a pass takes. The error of the rest is divided between what each check takes,
-        # which was not measured, and each pass of the draft model, which was: checks of several depths tell them apart.
-        price = self._draft_times.seconds(rows)
-        error = seconds - self.times.seconds(step.tokens) - deepest * price
-        share = error / (1 + _MEASURED * deepest * deepest)
-        self.early_seconds = max(0.0, self.early_seconds + _LEARNED * share)
-        self._draft_times.learn(rows, price + _MEASURED * deepest * share)
+        # Steps without drafts give the time of the model's pass. The rest of the error is divided between the overhead,
+        # which has no measured start value, and the passes of the draft model, which have one. Checks of several depths
+        # distinguish the two.
+        draft_pass = self._draft_times.seconds(rows)
+        error = seconds - self.times.seconds(step.tokens) - deepest * draft_pass
+        share = error / (1 + _DRAFTING_WEIGHT * deepest * deepest)
+        self.check_overhead = max(0.0, self.check_overhead + _OVERHEAD_RATE * share)
+        self._draft_times.learn(rows, draft_pass + _DRAFTING_WEIGHT * deepest * share)
 
     def observe_early(self, step: StepPlan, seconds: float) -> None:
-        """Learn how long a step was planned and launched while the device waited."""
-        if self._draft_times is None or not step.drafts:  # else it drafted meanwhile, and `observe_step` learns
-            self.early_seconds += _RATE * (seconds - self.early_seconds)
+        """Update the overhead with the time for which the device waited while a step was planned and launched."""
+        if self._draft_times is None or not step.drafts:  # otherwise `observe_step` learns it
+            self.check_overhead += _RATE * (seconds - self.check_overhead)
 
     def ended(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended; its answer may help others."""
+        """Forget a sequence that has ended; later drafts may come from its answer."""
         self.drafter.ended(sequence)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import exp, log
 
 _ALL, _OWN = 0.15, 0.05  # shares of a step's error, in logarithms, that correct all times, and its own
-_FIRST = 12  # steps that tell only by which factor all times are wrong: measured alone, a step has no host's part
+_FIRST = 12  # steps that correct all times by one factor: the measurements at start do not include the host's part
 _SANE = 1.4  # largest error that counts: a longer step was delayed by something else
 
 
@@ -42,14 +42,14 @@ class StepTimes:
         low, high = sizes[place - 1], sizes[place]
         return seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (tokens - low) / (high - low)
 
-    def rises_behind(self, tokens: int) -> bool:
-        """Whether one more token takes longer: not where a step is padded to the same size."""
+    def rises_after(self, tokens: int) -> bool:
+        """Whether one more token takes longer; it does not if the step is padded to the same size."""
         return (
             not self._is_padded or tokens >= self._sizes[-1] or self._sizes[bisect_left(self._sizes, tokens)] == tokens
         )
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Correct the times by a finished step: all, since load and contexts change all of them, and its own more."""
+        """Correct all times by a finished step, since load and contexts change all of them, and its own time more."""
         if seconds <= 0 or tokens > self._sizes[-1]:
             return
         error = max(-_SANE, min(_SANE, log(seconds / self.seconds(tokens))))
