@@ -21,7 +21,7 @@ from chairlift.offline.batch_output import BatchOutput, Report, Tally
 from chairlift.serving import logs
 from chairlift.serving.plan import Plan
 
-_AHEAD = 2  # requests at the replicas for each place in their batches, so that none waits for this process
+_AHEAD = 2  # requests sent to a replica for each row of its batch, so that no row waits for this process
 _REPLY = 64 << 20  # bytes of a reply
 _LOSSES = 3  # replicas that may end under one request: it may be what ends them
 _BUSY = (429, 502, 503, 504)
@@ -30,9 +30,9 @@ _HEADERS = ((b"content-type", b"application/json"),)
 
 
 def run(plan: Plan, on: RayPlan, source: Path, target: Path, names: Set[str], report: Report) -> Tally:
-    """Answer every line of `source` without an answer in `target`, on `on.most` replicas; 0: all there is room for.
+    """Answer every line of `source` without an answer in `target`, on `on.most` replicas.
 
-    A line may name the model by one of `names`.
+    With 0, there are as many replicas as the cluster has room for. A line may name the model by one of `names`.
     """
     logs.set_up(plan.log_format, plan.log_level)
     with connected() as address, BatchOutput(target, report) as output:

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: one that runs, or else one started here that ends with this process."""
+"""The connection to a Ray cluster: a running one, or one started here, which ends with this process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from chairlift.core.errors import SettingsError
 
-# Where `ray start` writes the address of its cluster; it may be left of one that was killed, and Ray would then wait
-# for that one.
+# `ray start` writes the address of its cluster here. The file of a killed cluster remains, and Ray would wait for that
+# cluster.
 _CURRENT = Path("/tmp/ray/ray_current_cluster")
 _CONNECT_SECONDS = 5.0
 _OBJECT_STORE = 80 << 20  # bytes, about the least that Ray accepts: nothing large passes through Ray here
@@ -46,7 +46,7 @@ def find_cluster() -> str | None:
 def _accepts(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:
-        return True  # another form, which is Ray's to check
+        return True  # another form of address: Ray checks it
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except (OSError, OverflowError):

@@ -1,4 +1,4 @@
-"""Replicas: starts the actors, gives their servers to the gateway's pool, and starts again those that end."""
+"""Replicas: starts the actors, adds their servers to the gateway's pool, and restarts replicas that end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("chairlift")
 _POLL = 0.1  # seconds between two looks at whether a replica works
 _PATIENCE = 15.0  # seconds after which a replica that Ray has not placed is worth a warning
 _STOP = 15.0  # seconds for a replica to end by itself
-_LONGEST_PAUSE = 30.0  # seconds between two attempts to start a replica that ends at once
+_LONGEST_PAUSE = 30.0  # seconds between two starts of a replica that ends at once
 
 
 def names_of(count: int) -> list[str]:
@@ -41,14 +41,14 @@ def names_of(count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """The actors of one replica, and their place."""
+    """The actors of one replica, and their placement group."""
 
     replica: Any
     ranks: list[Any]  # 1 and up, if they have actors of their own
     group: PlacementGroup | None
 
     def kill(self) -> None:
-        """End them and free their place."""
+        """End the actors and free their resources."""
         for each in (self.replica, *self.ranks):
             ray.kill(each)
         if self.group is not None:
@@ -57,7 +57,7 @@ class Actors:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a replica takes of the cluster."""
+    """The resources of the cluster that one replica needs."""
 
     resources: dict[str, float]  # of an actor: CPU, GPU
     ranks: int = 1  # actors
@@ -67,7 +67,7 @@ class Need:
 
     def make(self) -> Actors:
         """Ask for the actors of one replica; Ray places them when there is room."""
-        # An actor that asks for no CPU still needs one to be placed, unless it says so.
+        # Without num_cpus=0, Ray would place an actor only where a CPU is free.
         options = {"num_cpus": self.resources.get("CPU", 0), "num_gpus": self.resources.get("GPU", 0)}
         if self.ranks == 1:
             return Actors(ray.remote(scheduling_strategy="SPREAD", **options)(Replica).remote(), [], None)
@@ -80,7 +80,7 @@ class Need:
 
 
 class Replicas:
-    """The replicas of a pool, by name: as many as `scale_to` has said last."""
+    """The replicas of a pool, by name; their number is that of the last call of `scale_to`."""
 
     def __init__(self, pool: Pool, job: bytes, need: Need, grace: float) -> None:
         self._pool, self._job, self._need, self._grace = pool, job, need, grace
@@ -111,7 +111,7 @@ class Replicas:
     def scale_to(self, count: int) -> None:
         """Start or end replicas. One that is still ending keeps its name: it may take another call to reach `count`."""
         if count != self.count:
-            log.info("%s: there were %d", counted(count, "replica"), self.count)
+            log.info("scaling to %s from %d", counted(count, "replica"), self.count)
         names = (name for name in self._pool.router.names if name not in self._tasks)
         while self.count < count and (name := next(names, None)) is not None:
             self._wanted.append(name)
@@ -129,7 +129,7 @@ class Replicas:
             await asyncio.wait(self._retiring)
 
     async def _keep(self, name: str) -> None:
-        """Run a replica, again and again while it is wanted."""
+        """Run a replica, and restart it while it is wanted."""
         failures = 0
         while name in self._wanted:
             ended, has_worked = await self._run(name)
@@ -138,7 +138,7 @@ class Replicas:
             failures = 0 if has_worked else failures + 1
             if ended.is_refusal:
                 self._refusal = ended.reason
-            log.error("%s has ended and is started again: %s", name, ended.reason)
+            log.error("%s has ended and is restarted: %s", name, ended.reason)
             await asyncio.sleep(min(_LONGEST_PAUSE, 2.0**failures - 1))
         del self._tasks[name]
 
@@ -151,7 +151,7 @@ class Replicas:
             starting = asyncio.ensure_future(self._start(actors))
             done, _ = await asyncio.wait([starting], timeout=_PATIENCE)
             if not done:
-                log.warning("%s waits for a place: `ray status` shows what the cluster lacks", name)
+                log.warning("the cluster has no room for %s yet: `ray status` shows what it lacks", name)
             backend = Backend(await starting, name)
             self._pool.add(backend)
             ended = await _first_end(actors)
@@ -178,7 +178,7 @@ class Replicas:
                 while self._pool.router.counts[name].live:
                     await asyncio.sleep(_POLL)
         except TimeoutError:
-            log.warning("%s is ended with requests that did not end within the grace time", name)
+            log.warning("%s is stopped although some of its requests have not ended within the grace time", name)
         task, actor = self._tasks[name], self._actors.get(name)
         if actor is None:  # between two attempts
             task.cancel()

@@ -52,7 +52,7 @@ def load_model(
     found = find_model(model, settings, progress=progress)
     check(found, settings, is_remote=remote is not None)
     ranks = ranks or Ranks(settings.model.tensor_parallel, found.device, remote)
-    # On this host it is not fetched again.
+    # Ranks on this host read the files that were found; other hosts find the model by its name.
     path = model if found.checkpoint is None or ranks.are_remote else str(found.checkpoint.path)
     with ranks.ending_on_error():
         ranks.send({"load": {"model": path, "settings": flat(settings)}})

@@ -55,7 +55,7 @@ def call(remote: Remote) -> list[socket.socket]:
 
 
 def accept(link: socket.socket, key: str) -> RankJob:
-    """Let rank 0 prove the key, and return its first message; raise a LinkError if it keeps to no rule."""
+    """Let rank 0 prove the key, and return its first message; raise a LinkError if it breaks the protocol."""
     link.settimeout(HANDSHAKE_SECONDS)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(link)
@@ -63,7 +63,7 @@ def accept(link: socket.socket, key: str) -> RankJob:
     try:
         job = msgspec.json.decode(read_frame(link), type=RankJob)
     except msgspec.DecodeError as error:
-        raise LinkError(f"the first message is no job of a rank: {error}") from None
+        raise LinkError(f"the first message is not a rank's job: {error}") from None
     link.settimeout(None)
     return job
 
