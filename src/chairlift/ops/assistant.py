@@ -1,12 +1,12 @@
 """Assistant: a thread that shares the work of linear layers, for which the calling thread never has to wait.
 
 A parallel region ends when its last thread does, and a thread that shares its core with another process is not run for
-milliseconds at a time. Here the work is many small items. Each thread takes the next one, so that the faster thread
-takes more; and when none is left, the caller computes the item that the assistant has not finished once more instead of
-waiting for it. Either of them may store the result, but only one does.
+milliseconds at a time. Here the work is many small items. Each thread takes the next item, so that the faster thread
+takes more. When no item is left, the caller also computes the item that the assistant has not finished, instead of
+waiting for it; the thread that is done first stores the result.
 
-The threads meet on a board of 64-bit integers: the number of the region with its next item, and for each item the last
-region in which it was stored. Regions are numbered, so that an assistant that comes back late has no effect.
+The threads share a board, an array of 64-bit integers: the number of the region with its next item, and for each item
+the last region in which it was stored. Regions are numbered, so that an assistant that resumes late has no effect.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _swap(_context: Any, address: Any, old: Any, new: Any) -> Any:
 def take_item(board: np.ndarray, region: int, items: int, leads: bool) -> int:
     """Return the next item of a region for this thread to compute, or -1.
 
-    After the last one, the caller (`leads`) gets what the assistant has begun and not stored. For the caller, -1 says
-    that all items are stored.
+    After the last item, the caller (`leads`) gets items that the assistant has begun and not stored. For the caller, -1
+    means that all items are stored.
     """
     counter = board.ctypes.data
     while True:
@@ -94,7 +94,7 @@ def finish(board: np.ndarray, region: int, item: int) -> None:
 
 
 class Assistant:
-    """The thread, and the board."""
+    """The assistant's thread, and the board that it shares with the calling thread."""
 
     def __init__(self) -> None:
         self._board = np.zeros(1 << 12, np.int64)
@@ -113,7 +113,7 @@ class Assistant:
             work = self._work
             if work is not None:
                 work[0](*work[1])
-            del work  # and free the arrays
+            del work  # frees the arrays
 
     def share(self, kernel: Callable[..., None], items: int, *arguments: Any) -> None:
         """Run a kernel on both threads; return when its items are all stored."""

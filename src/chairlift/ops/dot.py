@@ -157,7 +157,7 @@ class _Tile:
         for v in range(self.vectors):
             at = number * size + v * self.width
             value = self.scale(block, at)
-            if panels.has_steps:
+            if panels.has_factors:
                 whole = builder.sext(self.load(group, at, ir.VectorType(_i8, self.width)), self.lanes)
                 value = builder.fmul(value, builder.sitofp(whole, self.floats))
             found.append(value)
@@ -185,7 +185,7 @@ class _Tile:
         """Return four inputs' codes of a vector of outputs."""
         builder, panels = self.builder, self.panels
         step, size = 4 * self.width, self.vectors * self.width
-        start = panels.step_bytes * size
+        start = panels.factor_bytes * size
         if panels.bits == 8:
             return self.load(group, start + (quad * self.vectors + v) * step, self.lanes)
         start += len(upper) * step
@@ -202,7 +202,7 @@ class _Tile:
     def group(self, inputs: Any, block: Any, group: Any, before: list[Any]) -> list[Any]:
         """Emit one group: its integer products, then their share of the float sums."""
         builder, panels, step = self.builder, self.panels, 4 * self.width
-        start = panels.step_bytes * self.vectors * self.width
+        start = panels.factor_bytes * self.vectors * self.width
         upper = []
         if panels.bits in (5, 6):
             upper = [self.load(group, start + v * step, self.lanes) for v in range(self.vectors)]

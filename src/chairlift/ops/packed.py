@@ -1,7 +1,7 @@
 """Linear layers in float32 on the CPU: weights packed in panels, one compiled kernel per layer.
 
-Weights of 16 bits are packed as they are. A part of a panel that fits the L1 cache is converted to float32 there, then
-all rows use it: from memory come half the bytes, and the results have the bits of float32 weights.
+Weights of 16 bits are packed as they are. A part of a panel that fits the L1 cache is converted to float32 there and
+multiplied by all rows: memory is read for half the bytes, and the results have the bits of float32 weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLAIN, ADD, GATED = 0, 1, 2  # whether a product is stored, added to the output,
 def pack(weight: torch.Tensor, gated: bool, release: Callable[[], None] = lambda: None) -> np.ndarray:
     """Return panels [n, bytes], each [in, PANEL], zero-padded; in a gated weight each gate panel precedes its up panel.
 
-    `release` is called after every part of the weight: it gives back the pages of a mapped file.
+    `release` is called after every part of the weight, to release the pages of a mapped file.
     """
     parts = weight.chunk(2) if gated else (weight,)
     rows, columns = parts[0].shape

@@ -1,8 +1,8 @@
 """Panels: the layout of quantized weights that the CPU's integer micro-kernel (dot.py) reads, and packing into it.
 
 A panel is PANEL adjacent outputs, and a run of blocks of groups of inputs. A block begins with its scales, minimums and
-zeros; a group has the bytes that multiply these in some formats, the upper bits of its codes, then their lower four
-bits, or codes of 8 bits. A vector holds four inputs of each of WIDTH outputs.
+zeros; a group begins with the factors of these, where the format has any, then the upper bits of its codes and their
+lower four bits, or codes of 8 bits. A vector holds four inputs of each of WIDTH outputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Numbers:
 
     codes: Tensor  # [blocks, values], uint8
     scales: Tensor  # [blocks, 1], or [blocks, 2] with minimums: in the layout's dtype
-    steps: Tensor | None = None  # [blocks, groups, 1 or 2], int8: what multiplies them in each group
+    factors: Tensor | None = None  # [blocks, groups, 1 or 2], int8: of scale and minimum in each group
     zeros: Tensor | None = None  # [blocks, 1], uint8
 
 
@@ -60,19 +60,19 @@ class Panels:
     has_minimum: bool = False
     centre: int = 0
     groups: int = 1  # in a block, a power of two
-    has_steps: bool = False  # whether each group has bytes that multiply the block's scale and minimum
+    has_factors: bool = False  # whether each group has factors (bytes) of the scale and minimum of its block
     scale: str = "float16"  # the dtype of the block's scale and minimum, one of SCALES
     has_zero: bool = False  # whether a block has a zero, which is a byte like a code
-    table: tuple[int, ...] = ()  # what the 16 codes of 4 bits stand for, if not for themselves
+    table: tuple[int, ...] = ()  # the numbers of the 16 codes of 4 bits; empty: the codes themselves
 
     @property
     def key(self) -> int:
-        """A number that stands for the layout where compiled code is cached."""
+        """A number that identifies the layout in caches of compiled code."""
         return crc32(repr(self).encode())
 
     @property
     def most(self) -> int:
-        """The largest size of a code as it is multiplied."""
+        """The largest absolute value of a code as it is multiplied."""
         return 128 if self.bits == 8 else max(self.table or ((1 << self.bits) - 1,))
 
     @property
@@ -81,14 +81,14 @@ class Panels:
         return self.groups * self.group
 
     @property
-    def numbers(self) -> int:
-        """Scales and minimums of one block and output."""
+    def scale_count(self) -> int:
+        """The number of scales and minimums of one block and output."""
         return 2 if self.has_minimum else 1
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales and minimums at the start of a block, for each output."""
-        return self.numbers * SCALES[self.scale]
+        return self.scale_count * SCALES[self.scale]
 
     @property
     def head_bytes(self) -> int:
@@ -96,14 +96,14 @@ class Panels:
         return self.scale_bytes + self.has_zero
 
     @property
-    def step_bytes(self) -> int:
+    def factor_bytes(self) -> int:
         """Bytes at the start of a group, for each output."""
-        return self.numbers * self.has_steps
+        return self.scale_count * self.has_factors
 
     @property
     def group_bytes(self) -> int:
         """Bytes of a group, for each output."""
-        return self.step_bytes + self.group * self.bits // 8
+        return self.factor_bytes + self.group * self.bits // 8
 
     @property
     def block_bytes(self) -> int:
@@ -123,14 +123,14 @@ class Panels:
     def pack(self, numbers: Numbers, out: Tensor) -> None:
         """Write the blocks of PANEL * n outputs, row by row, to n panels [n, blocks, PANEL * block_bytes] of bytes."""
         panels, blocks, _ = out.shape
-        scales, start, size = PANEL * self.scale_bytes, PANEL * self.head_bytes, PANEL * self.step_bytes
+        scales, start, size = PANEL * self.scale_bytes, PANEL * self.head_bytes, PANEL * self.factor_bytes
         out[..., :scales] = self._spread(numbers.scales, panels, blocks).view(panels, blocks, -1)
         if numbers.zeros is not None:
             zeros = numbers.zeros ^ 128 if SIGNED and self.bits == 8 else numbers.zeros
             out[..., scales:start] = self._spread(zeros, panels, blocks).view(panels, blocks, -1)
         groups = out[..., start:].view(panels, blocks, self.groups, -1)
-        if numbers.steps is not None:
-            groups[..., :size] = self._spread(numbers.steps, panels, blocks).view(*groups.shape[:3], -1)
+        if numbers.factors is not None:
+            groups[..., :size] = self._spread(numbers.factors, panels, blocks).view(*groups.shape[:3], -1)
         groups[..., size:] = self._pack_codes(numbers.codes, panels, blocks).view(*groups.shape[:3], -1)
 
     def _spread(self, numbers: Tensor, panels: int, blocks: int) -> Tensor:
@@ -166,9 +166,9 @@ FORMATS: dict[str, Panels] = {
     "Q4_1": Panels(4, 32, has_minimum=True),
     "Q5_0": Panels(5, 32, centre=16),
     "Q5_1": Panels(5, 32, has_minimum=True),
-    "Q4_K": Panels(4, 32, has_minimum=True, groups=8, has_steps=True),
-    "Q5_K": Panels(5, 32, has_minimum=True, groups=8, has_steps=True),
-    "Q6_K": Panels(6, 16, centre=32, groups=16, has_steps=True),
+    "Q4_K": Panels(4, 32, has_minimum=True, groups=8, has_factors=True),
+    "Q5_K": Panels(5, 32, has_minimum=True, groups=8, has_factors=True),
+    "Q6_K": Panels(6, 16, centre=32, groups=16, has_factors=True),
 }
 """The layout of each quantized GGUF format."""
 
