@@ -189,7 +189,7 @@ def tables(made: Plan, model: str, trace: str, cost: Any) -> Group:
 def compared(made: Plan, model: str) -> list[tuple[str, Candidate]]:
     """Return the configurations of the capacity plot: the cheapest, and its placement with default settings."""
     best = made.holding[0].candidate
-    plain = replace(best, settings=(), apart=None, replicas=len(best.roles))
+    plain = replace(best, settings=(), role_split=None, replicas=len(best.roles))
     found = [(best.command(model), best)]
     return found if plain == best else [*found, (plain.command(model), plain)]
 
@@ -220,9 +220,9 @@ def curves_picture(curves: Mapping[str, Sequence[Point]], targets: Mapping[str, 
 def _describe(verdict: Verdict) -> str:
     each = verdict.candidate
     chosen = "".join(f", {name.replace('_', '-')} {value}" for name, value in each.settings)
-    apart = "" if each.apart is None else ", {} prefill to {} decode".format(*each.apart)
+    split = "" if each.role_split is None else ", {} prefill to {} decode".format(*each.role_split)
     placed = f"{each.devices} {each.hardware}, {each.ranks} a copy, {each.bits}-bit weights, KV {each.kv_dtype}"
-    return placed + chosen + apart
+    return placed + chosen + split
 
 
 def _reason(verdict: Verdict) -> str:

@@ -23,7 +23,7 @@ from chairlift.traffic.query import Query
 MOST_REPLICAS = 64
 _WINDOW = 500  # requests of the busiest part
 _FINALISTS = 4  # configurations that are simulated on the whole trace
-ROLES = ((1, 1), (1, 2), (2, 1), (1, 3))  # prefill and decode replicas for each other, where they are apart
+ROLES = ((1, 1), (1, 2), (2, 1), (1, 3))  # numbers of prefill and of decode replicas in a group
 SCALES = (0.25, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # of the rate, for the capacity curve
 Targets = Mapping[str, float]  # seconds at the 99th percentile, by name: ttft, tpot, e2e
 
@@ -37,15 +37,15 @@ class Candidate:
     bits: int  # of a weight
     kv_dtype: str
     settings: tuple[tuple[str, Any], ...] = ()
-    replicas: int = 1  # or groups of prefill and decode replicas
-    apart: tuple[int, int] | None = None  # prefill and decode replicas of a group; None: all compute both
+    replicas: int = 1  # or groups of prefill and decode replicas, with `role_split`
+    role_split: tuple[int, int] | None = None  # prefill and decode replicas of a group; None: all compute both
 
     @property
     def roles(self) -> list[Role]:
         """The role of each replica."""
         counts: list[tuple[Role, int]] = [("both", 1)]
-        if self.apart is not None:
-            counts = [("prefill", self.apart[0]), ("decode", self.apart[1])]
+        if self.role_split is not None:
+            counts = [("prefill", self.role_split[0]), ("decode", self.role_split[1])]
         return [role for role, count in counts for _ in range(count * self.replicas)]
 
     @property
@@ -54,10 +54,10 @@ class Candidate:
         return self.ranks * len(self.roles)
 
     def command(self, model: str) -> str:
-        """Return the line that serves it."""
+        """Return the command that serves it."""
         parts = [f"chairlift serve {model}"]
-        if self.apart is not None:
-            prefill, decode = (self.replicas * count for count in self.apart)
+        if self.role_split is not None:
+            prefill, decode = (self.replicas * count for count in self.role_split)
             parts.append(f"--role prefill={prefill},decode={decode}")
         elif self.replicas > 1:
             parts.append(f"--replicas {self.replicas}")
@@ -214,9 +214,9 @@ def search(
         replace(each.candidate, settings=settings, replicas=1) for each in half for settings in variants(targets)[1:]
     ]
     tried += [
-        replace(each.candidate, apart=apart, replicas=1)
+        replace(each.candidate, role_split=split, replicas=1)
         for each in half
-        for apart in ROLES
+        for split in ROLES
         if each.candidate.replicas > 1
     ]
     others = list(workers.map(partial(replicas_needed, on_part), tried))

@@ -154,7 +154,7 @@ class Replica:
         self.receive(Life(number, query, query.at), query.at)
 
     def receive(self, life: Life, now: float, prefilled: int = 0) -> None:
-        """Queue a request that has come here at a moment; another replica has computed so many prompt tokens of it."""
+        """Queue a request that arrives at `now`; another replica has computed `prefilled` of its prompt tokens."""
         if not self.engine.has_work:
             self.clock.reach(now)
         request = make_request(life.number, life.query, self.limits, prefilled)
@@ -167,7 +167,7 @@ class Replica:
         self._lives[request.id] = life
 
     def compute(self, prompt: Prompt) -> None:
-        """Queue a prompt that is computed for another replica; like the server, fill it up to a whole block."""
+        """Queue a prompt that is computed for another replica, padded to whole blocks as in the server."""
         query = prompt.query
         if not self.engine.has_work:
             self.clock.reach(query.at)

@@ -1,4 +1,4 @@
-"""Transfers: KV blocks between simulated replicas, each as long as its bytes take on a link, and what follows them."""
+"""Transfers: KV blocks between simulated replicas, timed by their bytes on a link, and the calls that follow them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MESSAGE = 0.5e-3  # seconds from the last block's arrival to the request's: assu
 
 
 class Transfers:
-    """The links of prefill replicas, one each, and the deliveries that have not happened."""
+    """The links of prefill replicas, one each, and their future deliveries."""
 
     def __init__(self, hardware: Hardware, replicas: int) -> None:
         self.block_bytes = hardware.block_size * hardware.kv_bytes
         self.link = hardware.link
-        self.free_at = [0.0] * replicas  # each replica's link sends one prompt's blocks after another's
+        self.free_at = [0.0] * replicas  # when each replica's link has sent the blocks before
         self._waiting: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
 
     @property
     def waiting(self) -> bool:
-        """Whether a delivery has not happened."""
+        """Whether there are future deliveries."""
         return bool(self._waiting)
 
     @property
@@ -37,7 +37,7 @@ class Transfers:
         then(moment)
 
     def add(self, moment: float, then: Callable[[float], None]) -> None:
-        """Make a delivery at a moment."""
+        """Schedule a delivery."""
         self._count += 1
         heappush(self._waiting, (moment, self._count, then))
 
@@ -58,7 +58,7 @@ class Moved:
         self.bytes = 0
 
     def computed(self, tokens: int) -> None:
-        """Send the blocks that the first `tokens` tokens fill, behind what the link has to send."""
+        """Send the blocks that the first `tokens` tokens fill, after earlier ones on the same link."""
         transfers, decoding = self._transfers, self._decoding
         blocks = range(self._blocks, tokens // decoding.engine.scheduler.pool.block_size)
         if not blocks:
@@ -71,5 +71,5 @@ class Moved:
         transfers.add(self._arrival, lambda _: decoding.take_in(self._number, self._query, blocks))
 
     def end(self, then: Callable[[float], None]) -> None:
-        """Call a function when the last block has arrived and its receiver has been told."""
+        """Call a function when the last block has arrived and the request has been sent after it."""
         self._transfers.add(max(self._arrival, self._computing.clock.now()) + MESSAGE, then)

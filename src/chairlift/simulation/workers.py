@@ -97,7 +97,7 @@ def main() -> None:
     for line in sys.stdin:
         how, fields = json.loads(line)
         fields["settings"] = tuple(map(tuple, fields["settings"]))
-        fields["apart"] = None if fields["apart"] is None else tuple(fields["apart"])
+        fields["role_split"] = None if fields["role_split"] is None else tuple(fields["role_split"])
         asked = faster(queries if how["is_whole"] else part, how["scale"])
         verdict = judge(shapes, shared["targets"], asked, Candidate(**fields), to_the_end=how["to_the_end"])
         print(json.dumps([verdict.strain, verdict.summary]), flush=True)
