@@ -237,7 +237,7 @@ def test_a_preempted_request_keeps_the_time_of_its_first_token() -> None:
     assert len(firsts) == 2 and all(0 < first <= 2e6 for first in firsts), (
         "preempted or not, it came in the first steps"
     )
-    assert not recorder._away
+    assert not recorder._preempted_firsts
 
 
 def test_the_look_has_the_head_of_the_queue_in_the_words_of_explain() -> None:

@@ -418,7 +418,7 @@ class Scheduler:
 
 
 def _in_order(outcome: Outcome) -> Outcome:
-    """Put tokens of sequences that have ended since before the events, which say so: a sibling's constraint failed."""
+    """Put tokens of sequences that a sibling's failed constraint has ended before the events that report it."""
     pairs = list(zip(outcome.sequences, outcome.tokens, strict=True))
     if any(sequence.is_done for sequence, _ in pairs):
         outcome.events[:0] = [Event(*pair) for pair in pairs if pair[0].is_done]

@@ -45,9 +45,9 @@ class ModelSettings:
     )
     dtype: str = option(
         "auto",
-        "auto is the model's own dtype on a GPU; on a CPU it is float32, with weights of 16 bits kept in 16 bits, at "
-        "the same results, and quantized integers multiplied as they are. float32 converts all weights when they are "
-        "loaded: use it for exact results of quantized ones.",
+        "auto is the model's own dtype on a GPU, and float32 on a CPU, where 16-bit weights stay in 16 bits with the "
+        "same results and quantized integers are multiplied without converting them. float32 converts all weights "
+        "when they are loaded: use it for exact results with quantized weights.",
         ("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
@@ -181,9 +181,9 @@ class SchedulingSettings:
     )
     speculation: str = option(
         "off",
-        "Check several drafted tokens of a sequence in one step, as many as pay: ngram drafts what followed the same "
-        "tokens before (edits, extraction, agents), draft takes a small model and eagle3 an EAGLE-3 head of the model "
-        "(--draft); use it for latency. Answers are the same.",
+        "Check several drafted tokens of a sequence in one step, as many as make it faster: ngram drafts what followed "
+        "the same tokens before (edits, extraction, agents), draft uses a small model and eagle3 an EAGLE-3 head of "
+        "the model (--draft). Use it for latency; answers are the same.",
         ("off", "ngram", "draft", "eagle3"),
     )
     max_drafts: int = option(

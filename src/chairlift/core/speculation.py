@@ -25,9 +25,8 @@ _CERTAIN = 0.98  # highest acceptance estimate
 _RATE = 0.1  # share of each measurement in an average
 _OVERHEAD_RATE = 0.2  # share of a step's error that corrects the overhead of checks
 _DRAFTING_WEIGHT = 0.01  # weight of each pass of the draft model in that error, relative to the overhead's 1
-_LONGEST_REST = (
-    6  # an overlapped engine that checks no drafts collects a step early at least every 2 ** 6 steps: a trial
-)
+# A trial: an overlapped engine that checks no drafts collects a step early, at least every 2 ** _LONGEST_REST steps.
+_LONGEST_REST = 6
 _TRIAL_SPEED = 0.75  # least predicted speed of a trial, relative to no drafts: the prediction may be wrong
 
 

@@ -1,8 +1,8 @@
-"""Fit a cost model to measured steps, and tell its error on steps that it has not seen.
+"""Fit a cost model to measured steps, and measure its error on held-out steps.
 
 Two forms are fitted by relative error: first the analytic one, which schedulers use, then a curve over the number of
-tokens in place of its linear layers, pulled to the analytic form where there are few steps. Kernels for few rows make
-steps of 1, 2, 4 or 16 tokens cost other than any root of squares.
+tokens in place of its linear layers, pulled to the analytic form where there are few steps. The curve is needed because
+steps of 1, 2, 4 or 16 tokens have kernels of their own, whose times no root of a sum of squares fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chairlift.core.errors import ChairliftError
 from chairlift.core.words import counted
 
 _LEAST = 40  # measured steps
-_HELD_OUT = 5  # one step in so many is kept for the error
+_HELD_OUT = 5  # every fifth step is held out, to measure the error
 _DELAYED = 3.0  # times the prediction: such a step was delayed by something else
 _PULL = 0.7  # weight of the analytic form at each point of the curve, in steps
 _KNOTS = tuple(sorted({round(base * 2**power) for power in range(14) for base in (1, 1.5)}))
@@ -61,7 +61,7 @@ def fit(steps: Sequence[MeasuredStep], block_copy: float = 1e-4) -> Fit:
 
 
 def _fit(steps: Sequence[MeasuredStep], block_copy: float) -> Cost:
-    """Fit by relative error to what was measured, then to what that predicts, without steps that were delayed.
+    """Fit by errors relative to the measured seconds, then, without delayed steps, relative to that prediction.
 
     Relative to the measured seconds, a slow step counts little: robust, but too fast on average. Relative to the
     predicted seconds the mean is right, which throughput needs.

@@ -56,7 +56,7 @@ class Recorder:
         self._prefills: dict[int, int] = {}  # known tokens of the rows in prefill
         self._almost: set[int] = set()  # rows in prefill with one token left, or of which little is known
         self._firsts: dict[int, int] = {}  # when rows got their first token, if that was seen
-        self._away: dict[Sequence, int] = {}  # the same of sequences that were preempted
+        self._preempted_firsts: dict[Sequence, int] = {}  # the same, of preempted sequences
         self._rows: list[int] | None = None  # of the last step in the record
         self._steps: list[tuple[Any, ...]] = []
         self._events: list[tuple[Any, ...]] = []
@@ -194,8 +194,8 @@ class Recorder:
         ended = [row for row, each in self._lanes.items() if each.phase is is_done and each not in reasons]
         for row in ended:
             self._end(row, None, self._last_end)
-        for sequence in [each for each in self._away if each.phase is is_done]:
-            del self._away[sequence]
+        for sequence in [each for each in self._preempted_firsts if each.phase is is_done]:
+            del self._preempted_firsts[sequence]
 
     def _place(self, plan: StepPlan, end: int) -> None:
         """Open the lanes of sequences that take a row in this step."""
@@ -210,8 +210,8 @@ class Recorder:
                     self._event("preempt", old, 0)  # by a step that failed
                     self._leave(old)
             self._open(row, sequence)
-            if sequence in self._away:
-                self._firsts[row] = self._away.pop(sequence)
+            if sequence in self._preempted_firsts:
+                self._firsts[row] = self._preempted_firsts.pop(sequence)
             is_fork = sequence.index > 0 and row not in plan.rows and row in plan.sample_rows
             self._event("admit", *self._lane(row, sequence, len(newcomer.tokens), is_fork=is_fork))
             if is_fork:
@@ -287,7 +287,7 @@ class Recorder:
     def _leave(self, row: int) -> None:
         """Close the lane of a preempted sequence; its first token came when it came."""
         if row in self._firsts:
-            self._away[self._lanes[row]] = self._firsts[row]
+            self._preempted_firsts[self._lanes[row]] = self._firsts[row]
         self._forget(row)
 
     def _forget(self, row: int) -> None:

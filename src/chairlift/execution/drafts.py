@@ -1,4 +1,4 @@
-"""DeviceDrafts: the seam for what drafts on the device: it writes drafts to rows before the model checks them."""
+"""DeviceDrafts: the seam for drafters on the device, which write drafts to rows before the model checks them."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class TorchExecutor:
         ]
         self._arrivals = cycle([(place, place.numpy()) for place in places])
         self.exchange: BlockExchange | None = None  # for blocks from and to other processes
-        self.drafts: DeviceDrafts | None = None  # what drafts the tokens that steps leave to the executor
+        self.drafts: DeviceDrafts | None = None  # the drafter of drafts that steps leave to the executor (UNKNOWN)
         self._coin: np.random.Generator | None = None
         self._chance = 0.0
 
@@ -233,7 +233,7 @@ class TorchExecutor:
         if tokens is None and places.size < rows.size:
             if checks is None or not places.size:
                 tokens = self._sampler.sample(logits, rows, positions)
-            else:  # a masked sample's drafts stay in its row: penalties and rules of the samples behind them read it
+            else:  # keep a masked sample's drafts in its row: penalties and rules of later samples read them
                 free = np.setdiff1d(np.arange(rows.size), places)
                 index = self._to_device(free)
                 chosen = self._sampler.sample(logits[index], rows[free], positions[free])

@@ -1,11 +1,11 @@
 """HeadDrafts: drafts of an EAGLE-3 head, which reads the model's hidden states in every step.
 
-The head's keys and values are a layer of the model's own KV cache, at the positions of the states: so they are shared,
-cached, swapped and sent with the blocks. That of a position depends on the token behind it, which a sequence that
-shares the block may not have: one key in each shared prefix, which can only make worse drafts.
+The head's keys and values are a layer of the model's KV cache, at the positions of the states, so they are shared,
+cached, swapped and sent with the blocks. The key of a position depends on the token after it, which a sequence that
+shares the block may not have. That is one key in each shared prefix; it can make drafts worse, but changes no answer.
 
-A draft stands behind the state of the token before the last known one. The states at which tokens were sampled are kept
-for each row, as many as a check has: a row is drafted for only after a step has sampled its last known token, also when
+A draft is computed from the state of the token before the last known one. For each row, the states at which tokens were
+sampled are kept, as many as a check has. A row is drafted only after a step has sampled its last known token, also when
 its KV came from the host or from another process.
 """
 
@@ -92,7 +92,7 @@ class HeadDrafts(DeviceDrafts):
         """Return the tokens behind those of a flat batch, and the batch."""
         self._rows.flush_changes()
         following, batch = self._rows.gather(flat, ahead=1)
-        batch.shared = None  # it is of the model's heads
+        batch.shared = None  # shared reads are laid out for the model's KV heads
         return following.clamp(min=0), batch  # NO_TOKEN is behind a sequence that ends
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

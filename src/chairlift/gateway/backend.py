@@ -41,7 +41,7 @@ class Backend:
         self.trouble: str | None = "not checked yet"
         self.role: Role = "both"
         self.receives_at = ""  # where it receives KV blocks
-        self.queued_tokens = self.max_sequences = 0  # if it tells its load
+        self.queued_tokens = self.max_sequences = 0  # if it reports its load
         self._failed = 0  # probes without an answer, one after the other
         self._idle: deque[Wire] = deque()
         self._open: set[Wire] = set()

@@ -163,7 +163,7 @@ class _Page(Collector):
         live = GaugeMetricFamily("chairlift:replica_requests", "Requests at a server now.", labels=["replica"])
         queued = GaugeMetricFamily(
             "chairlift:replica_queued_tokens",
-            "Prompt tokens that wait at a server, if it tells its load.",
+            "Prompt tokens of requests without a first token, at servers that report their load.",
             labels=["replica"],
         )
         moved = CounterMetricFamily(

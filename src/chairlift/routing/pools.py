@@ -47,7 +47,7 @@ class Pools:
         found = router.choose(ask, others)
         if found is None:
             return None
-        # The request itself counts for the engine that decodes it: without it, which of the two has less work?
+        # The request counts at the engine that decodes it; compare the two loads without it.
         own = ask.tokens - decoding.cached + TOKENS_A_REQUEST
         if self._roles[name] == "both" and router.loads.work(name) - own <= router.loads.work(found):
             return None

@@ -1,4 +1,4 @@
-"""Scaling: how many replicas should run, by the prompt tokens that wait."""
+"""Scaling: chooses how many replicas run, by the prompt tokens in the queue."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from chairlift.core.errors import SettingsError
 
-# Share of the remaining replicas' batches that live requests may fill when one replica is ended: at more, the queue
-# would return soon.
+# A replica is ended only if live requests would fill at most this share of the other replicas' batches: with more, the
+# queue would soon grow again.
 _FULL_ENOUGH = 0.5
 
 
@@ -25,8 +25,9 @@ class Load:
 class Scaling:
     """Chooses the number of replicas between two bounds, from loads at successive times.
 
-    More than `queued_tokens` a replica for `up_after` seconds start as many replicas as the queue is worth, unless some
-    have not started yet. One is ended when for `down_after` seconds no queue was that long, and the others have room.
+    A queue of more than `queued_tokens` per replica for `up_after` seconds raises the number to one replica for each
+    `queued_tokens`, unless some replicas have not started yet. One replica is ended when, for `down_after` seconds, the
+    others would be enough for the queue and have room for the live requests.
 
     >>> scaling = Scaling(1, 3, queued_tokens=1000, up_after=5, down_after=60)
     >>> [scaling.count(now, Load(1, 2500, 40, 32)) for now in (0, 4, 5)]

@@ -157,7 +157,7 @@ def prepare(path: Path) -> None:
             file.seek(0)
             first = file.readline(_LONGEST_LINE)
             if first and not first.startswith(b'{"timestamp":'):
-                raise ChairliftError(f"{path} holds something else than recorded requests: name another file")
+                raise ChairliftError(f"{path} has other content than recorded requests: name another file")
             file.seek(max(0, size - _LONGEST_LINE))
             tail = file.read()
             if tail and not tail.endswith(b"\n"):
