@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 COMMAND = re.compile(r"^ {4}(?:\$ )?(chairlift .*)|`(chairlift [^`]*)`", re.MULTILINE)
 LINK = re.compile(r"\]\(((?!http)[^)#\s]*)(?:#([^)]*))?\)")
+SELECTED = re.compile(r"`(?:\w+=\S+ )*pytest ([^`]*)`|`(-k [^`]*)` there")
 FILE = re.compile(r"\b(?:pytest|python) [^`|\n]*?((?:tests|benchmarks)/[\w/.]+)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -59,3 +60,16 @@ def test_a_link_in_the_documentation_leads_somewhere(page: Path) -> None:
 def test_a_file_that_the_documentation_runs_is_there(page: Path) -> None:
     for found in FILE.finditer(page.read_text()):
         assert (ROOT / found[1]).exists(), found[0]
+
+
+@pages
+def test_a_name_that_selects_tests_in_the_documentation_is_in_their_files(page: Path) -> None:
+    source = ""
+    for found in SELECTED.finditer(page.read_text()):
+        words = shlex.split(found[1] or found[2])
+        if paths := [ROOT / word for word in words if word.startswith("tests/")]:
+            files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.py"))]
+            source = "".join(file.read_text() for file in files)
+        if "-k" in words:
+            names = set(words[words.index("-k") + 1].split()) - {"and", "or", "not"}
+            assert [name for name in names if name not in source and not name.isupper()] == [], found[0]
