@@ -129,7 +129,7 @@ class Replicas:
             await asyncio.wait(self._retiring)
 
     async def _keep(self, name: str) -> None:
-        """Run a replica, and restart it while it is wanted."""
+        """Run a replica, again and again while it is wanted."""
         failures = 0
         while name in self._wanted:
             ended, has_worked = await self._run(name)
@@ -151,7 +151,7 @@ class Replicas:
             starting = asyncio.ensure_future(self._start(actors))
             done, _ = await asyncio.wait([starting], timeout=_PATIENCE)
             if not done:
-                log.warning("the cluster has no room for %s yet: `ray status` shows what it lacks", name)
+                log.warning("%s waits for a place: `ray status` shows what the cluster lacks", name)
             backend = Backend(await starting, name)
             self._pool.add(backend)
             ended = await _first_end(actors)
