@@ -8,9 +8,10 @@ No request starves under fcfs, and this is the proof that the world asserts. Ord
 is preempted and the oldest is admitted, so the running ones are always older than the waiting ones; hence the oldest of
 all runs in every plan, and as first in the batch it may take the memory of all others, so it is never preempted again.
 In each plan it decodes a token, or computes of its prompt what the decodes of the other rows leave: at least
-c = step_tokens - max_sequences + 1 tokens. So a sequence with a prompt of P tokens that may grow to L is the oldest for
-at most D = ceil(P / c) + (L - P) - 1 plans, and one more when steps overlap, since its last token is then seen a plan
-later. (Having been preempted with some of its answer only shortens this: that part is recomputed c tokens a plan.)
+c = step_tokens - max_sequences + 1 tokens, or half as many where others check drafts. So a sequence with a prompt of P
+tokens that may grow to L is the oldest for at most D = ceil(P / c) + (L - P) - 1 plans, and one more when steps
+overlap, since its last token is then seen a plan later. (Having been preempted with some of its answer only shortens
+this: that part is recomputed c tokens a plan.)
 A request is therefore admitted within 1 + sum(D) plans over the sequences before it, and ended within sum(D) over those
 and its own. With one row and one token a step the bound is exact (see test_properties).
 """
@@ -62,9 +63,10 @@ class Shape:
     sent_blocks: int = 0  # slots outside the pool for evicted blocks
     windows: tuple[int, ...] = (0,)  # of each group of layers
 
-    def turns(self, prompt: int, limit: int) -> int:
+    def turns(self, prompt: int, limit: int, has_drafts: bool) -> int:
         """D: how many plans a sequence can be the oldest for."""
         share = self.step_tokens - self.seats + 1
+        share = (share + 1) // 2 if has_drafts else share
         return -(-prompt // share) + limit - prompt - 1 + self.overlap
 
 
@@ -132,7 +134,7 @@ class World:
         self.scheduler = WatchedScheduler(
             limits, pool, **parts(chosen, limits, host, Cost()), prefix_cache=cache, windows=shape.windows
         )
-        self.scheduler.is_fcfs = settings is None and not beams and drafts is None
+        self.scheduler.is_fcfs = settings is None and not beams
         if drafts is not None:
             # A larger step takes longer or not: so many drafts pay, or few.
             points = [(1, 1.0), (shape.step_tokens + 1, 1.0 + drafts.choice((0.0, 0.5, 4.0)))]
@@ -211,7 +213,7 @@ class World:
             self.refused += 1
             return
         assert is_possible, f"{len(prompt)} tokens and n={n} should not fit {shape}"
-        turns = shape.turns(len(prompt), limit)
+        turns = shape.turns(len(prompt), limit, self._random is not None)
         ahead = self.scheduler.plans + sum(record.turns * record.sequences_left for record in self.live.values())
         answers = [answer_to(request, index, limit) for index in range(n)]
         if params.use_beam_search:

@@ -12,10 +12,14 @@ _LEAST = 16  # prompt tokens per step, whatever the target: else decodes that mi
 
 
 class Budget(Protocol):
-    """The token budget of a step."""
+    """The token budget of a step, given its slices so far; its next slice begins at position `start`."""
 
     def tokens(self, step: StepPlan, limit: int, start: int) -> int:
-        """Return the step's token limit, given its slices so far; its next prompt slice begins at position `start`."""
+        """Return the step's token limit, if the next slice is of a prompt."""
+        ...
+
+    def tokens_with_drafts(self, step: StepPlan, limit: int, start: int) -> int:
+        """Return the step's token limit, if the next slice is a check of drafts."""
         ...
 
 
@@ -25,6 +29,8 @@ class FixedBudget:
     def tokens(self, step: StepPlan, limit: int, start: int) -> int:
         """Return the limit itself."""
         return limit
+
+    tokens_with_drafts = tokens
 
 
 class LatencyBudget:
@@ -36,9 +42,12 @@ class LatencyBudget:
 
     def tokens(self, step: StepPlan, limit: int, start: int) -> int:
         """Return the tokens predicted to fit, and at least `_LEAST` for prompts."""
-        fitting = self._cost.tokens_within(self.target, work_of(step), start)
-        decodes = step.counts.count(1)
-        return min(limit, max(step.tokens + fitting, decodes + _LEAST))
+        generating = step.counts.count(1) + sum(1 + len(drafts) for _, drafts in step.drafts)
+        return max(self.tokens_with_drafts(step, limit, start), min(limit, generating + _LEAST))
+
+    def tokens_with_drafts(self, step: StepPlan, limit: int, start: int) -> int:
+        """Return the tokens predicted to fit: a decode needs no drafts."""
+        return min(limit, step.tokens + self._cost.tokens_within(self.target, work_of(step), start))
 
 
 def work_of(step: StepPlan) -> Work:

@@ -112,8 +112,8 @@ class Planner:
         step.counts += repeat(1, len(samples))
         step.tokens = len(samples)
         step.sampled_at += range(len(samples))
-        for place, (sequence, drafts) in enumerate(drafted):
-            self._check_drafts(step, sequence, drafts, len(drafted) - place)
+        if drafted:
+            self._check_drafts(step, drafted, has_prompts=bool(prompts))
         if prompts:
             self._extend_prompts(step, prompts)
 
@@ -179,14 +179,23 @@ class Planner:
             sequence.length += 1
         return drafted
 
-    def _check_drafts(self, step: StepPlan, sequence: Sequence, drafts: list[int], left: int) -> None:
-        """Add a decode with the drafts behind it that fit; `left` sequences, this one included, need a token each.
+    def _check_drafts(self, step: StepPlan, drafted: list[tuple[Sequence, list[int]]], *, has_prompts: bool) -> None:
+        """Add decodes with the drafts behind them that fit, and leave tokens to prompts that need some."""
+        room = self.prefill.step_tokens - step.tokens - len(drafted)
+        if has_prompts or len(self._waiting):
+            room = self.prefill.room_for_drafts(room)
+        for place, (sequence, drafts) in enumerate(drafted):
+            most = self.budget.tokens_with_drafts(step, self.prefill.step_tokens, sequence.computed)
+            fitting = most - step.tokens - (len(drafted) - place)  # each of the others needs a token, too
+            room -= self._check(step, sequence, drafts[: max(0, min(room, fitting))])
+
+    def _check(self, step: StepPlan, sequence: Sequence, drafts: list[int]) -> int:
+        """Add a decode with those drafts behind it that have blocks; return how many.
 
         A draft preempts no sequence: it gets only blocks that are available.
         """
         start, length = sequence.computed, sequence.length
-        room = self._budget(step, start) - step.tokens - left
-        count = max(0, min(len(drafts), room, sequence.limit - length - 1))
+        count = max(0, min(len(drafts), sequence.limit - length - 1))
         self._memory.free_outside_windows(sequence)
         while count and not self._memory.can_grow(sequence, length + count):
             count -= 1
@@ -205,6 +214,7 @@ class Planner:
         sequence.unchecked = count
         # It may be rewound: where the next decode is written is known when the check is applied.
         sequence.decode_until = 0
+        return count
 
     def _extend_prompts(self, step: StepPlan, prompts: list[Sequence]) -> None:
         for sequence in self._policy.arrange(prompts) if len(prompts) > 1 else prompts:

@@ -20,6 +20,10 @@ class PrefillMode(Protocol):
         """Return how many of a prompt's `remaining` tokens to compute with `left` tokens of budget; 0 to wait."""
         ...
 
+    def room_for_drafts(self, left: int) -> int:
+        """Return how many of the `left` tokens that decodes leave may be drafts while prompts wait for them."""
+        ...
+
 
 class Chunked:
     """Decodes first; prompt chunks fill the rest of the budget (Sarathi)."""
@@ -32,6 +36,10 @@ class Chunked:
     def chunk(self, remaining: int, left: int) -> int:
         """Return as many tokens as fit."""
         return min(remaining, left)
+
+    def room_for_drafts(self, left: int) -> int:
+        """Return half of them."""
+        return left // 2
 
 
 class SplitFuse(Chunked):
@@ -60,6 +68,7 @@ class Whole(Chunked):
 
     def __init__(self, limits: Limits, cost: Cost) -> None:
         super().__init__(limits, cost)
+        self._longest = limits.max_length
         needed = limits.max_length + limits.max_sequences
         if limits.step_tokens < needed:
             raise SettingsError(
@@ -71,6 +80,10 @@ class Whole(Chunked):
     def chunk(self, remaining: int, left: int) -> int:
         """Return all tokens if they fit, else 0."""
         return remaining if remaining <= left else 0
+
+    def room_for_drafts(self, left: int) -> int:
+        """Return what the longest prompt leaves."""
+        return max(0, left - self._longest)
 
 
 PREFILL_MODES: dict[str, Callable[[Limits, Cost], PrefillMode]] = {
