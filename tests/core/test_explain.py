@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from fakes import VOCAB
+from fakes import VOCAB, drafts_of
 
 from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
@@ -161,6 +161,34 @@ def test_one_that_waits_for_tokens_says_how_many_a_step_holds() -> None:
     step(found)
     assert "The last step was full: it holds up to 8 tokens, and running requests come first." in words(found, "b")
     assert standing(found, "b").blocked_by == "tokens"
+
+
+def test_one_that_waits_for_tokens_of_a_latency_target_says_so() -> None:
+    found = scheduler(step_tokens=64, target_tpot=0.0015)
+    ask(found, "a", prompt=20)
+    ask(found, "b")
+    step(found)
+    assert standing(found, "b").blocked_by == "tokens"
+    said = "The last step was full: it may take 2 ms by the predicted times of its tokens, and running requests"
+    assert said in words(found, "b")
+
+
+def test_a_whole_prompt_that_waits_for_tokens_says_that_it_needs_them_together() -> None:
+    found = scheduler(step_tokens=34, prefill="whole")
+    ask(found, "a", prompt=20)
+    ask(found, "b", prompt=20)
+    assert step(found).tokens == 20
+    said = "The last step had no room for a whole prompt: it holds up to 34 tokens, and running requests come first."
+    assert said in words(found, "b")
+
+
+def test_drafts_in_flight_are_not_counted_as_computed() -> None:
+    found = scheduler(step_tokens=8)
+    ask(found, "a", prompt=9)
+    found.planner.speculation = drafts_of([1] * 8)
+    step(found)
+    assert found.plan(0.0).drafts, "behind the prompt's last token"
+    assert "It runs: 9 of 9 tokens are computed." in words(found, "a")
 
 
 def test_one_that_waits_for_a_batch_says_what_the_batch_waits_for() -> None:

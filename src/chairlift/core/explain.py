@@ -9,7 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import nsmallest
 
+from chairlift.core.budget import LatencyBudget
+from chairlift.core.planner import Planner
 from chairlift.core.policy import Lane
+from chairlift.core.prefill import Whole
 from chairlift.core.request import Phase, Request, Sequence
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.words import counted
@@ -107,9 +110,10 @@ def _describe(
 
 def _progress(sequence: Sequence) -> str:
     known, came = len(sequence.tokens), len(sequence.output)
-    if not came or known - sequence.computed > 1:
+    computed = sequence.computed - sequence.unchecked
+    if not came or known - computed > 1:
         again = " again" if came else ""
-        return f"It runs: {sequence.computed:,} of {counted(known, 'token')} are computed{again}."
+        return f"It runs: {computed:,} of {counted(known, 'token')} are computed{again}."
     most = sequence.limit - sequence.prompt_length
     return f"It runs: its answer has {counted(came, 'token')} so far, of {most:,} at most."
 
@@ -147,13 +151,21 @@ def _obstacle(scheduler: Scheduler, sequence: Sequence, first: Sequence | None) 
                 return f"{subject} needs {counted(needs, 'KV block')}, which became free since the last step."
             return f"{subject} needs {counted(needs, 'KV block')}: {_free_blocks(free, kept)}."
         case "tokens":
-            most = scheduler.planner.prefill.step_tokens
-            return f"The last step was full: it holds up to {counted(most, 'token')}, and running requests come first."
+            return f"The last step {_full(scheduler.planner)}, and running requests come first."
         case "gate" if running:
             return f"The batch admits no request until all of it has ended: {len(running):,} still run."
         case "gate":
             return f"The batch starts when it is full: {len(scheduler.waiting):,} of {rows:,} requests wait for it."
     return "Nothing is known to block it: the next step may admit it."
+
+
+def _full(planner: Planner) -> str:
+    if isinstance(planner.budget, LatencyBudget):
+        return f"was full: it may take {1000 * planner.budget.target:,.0f} ms by the predicted times of its tokens"
+    most = counted(planner.prefill.step_tokens, "token")
+    if isinstance(planner.prefill, Whole):
+        return f"had no room for a whole prompt: it holds up to {most}"
+    return f"was full: it holds up to {most}"
 
 
 def _free_blocks(free: int, kept: int) -> str:
