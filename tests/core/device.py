@@ -13,11 +13,13 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from random import Random
 from typing import NoReturn
 
 import pytest
-from fakes import likeliest, mark_after, marks_of, sample_masked
+from fakes import VOCAB, likeliest, mark_after, marks_of, sample_masked
 
+from chairlift.core.drafting import UNKNOWN
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Phase, Sequence
 from chairlift.core.step import Candidates, PromptLogprobs, Sampling, Step, StepResult, TokenLogprobs
@@ -75,7 +77,9 @@ class FakeExecutor:
         host_blocks: int = 0,
         disk_blocks: int = 0,
         windows: tuple[int, ...] = (0,),
+        drafts: Random | None = None,
     ) -> None:
+        self._random = drafts  # of drafts that are left to it
         self.block_size = block_size
         self.windows = windows  # of each group of layers; 0: it reads the whole context
         self.max_length = max_length
@@ -115,11 +119,7 @@ class FakeExecutor:
         if self._in_flight and self._in_flight[-1].masked:
             complain("a step was launched before the masks of the step before came")
         self._move_blocks(step, plan)
-        for number, drafts in step.drafts:
-            row = self.rows[step.sample_rows[number]]
-            row.tokens += drafts
-            for token in drafts:
-                row.marks.append(mark_after(row.marks[-1], token))
+        step.drafts = [(number, self._append_drafts(step, number, drafts)) for number, drafts in step.drafts]
         flat = self._write(step)
         if is_broken:
             self._leave_garbage(plan)
@@ -130,6 +130,21 @@ class FakeExecutor:
         self._sample(step, plan, flat, damaged, launched)
         self._in_flight.append(launched)
         return launched
+
+    def _append_drafts(self, step: Step, number: int, drafts: list[int]) -> list[int]:
+        """Write a sample's drafts to its row, and choose those that are left to the executor: some are right."""
+        row, found = self.rows[step.sample_rows[number]], []
+        assert row.sampling is not None
+        for draft in drafts:
+            token = draft
+            if draft == UNKNOWN:
+                assert self._random is not None and number not in step.masked
+                token = sample_masked(row.marks[-1], row.sampling.seed, row.index, len(row.tokens), None) or 0
+                token = token if self._random.random() < 0.7 else self._random.randrange(VOCAB)
+            row.tokens.append(token)
+            row.marks.append(mark_after(row.marks[-1], token))
+            found.append(token)
+        return found
 
     def choose(self, launched: LaunchedStep, masks: list[bytes | None]) -> None:
         """The samples that waited for their masks."""

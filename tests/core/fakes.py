@@ -109,6 +109,7 @@ def sample_masked(mark: int, seed: int, index: int, position: int, mask: bytes |
     if mask is not None and not any(mask):
         return None
     token = sample(mark, seed, index, position)
+    mask = None if mask is None else mask.ljust(VOCAB // 8, bytes(1))
     while mask is not None and not mask[token // 8] >> token % 8 & 1:
         token = (token + 1) % VOCAB
     return token

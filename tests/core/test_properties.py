@@ -19,10 +19,10 @@ from fakes import VOCAB, Flawed, Picky
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from world import Shape, World
+from world import GIVEN_UP, Shape, World
 
 from chairlift.core.cache_groups import CacheGroups
-from chairlift.core.constraint import Constraint
+from chairlift.core.constraint import Constraint, Reasoning, Thinking
 
 EVENTS_A_WALK = 600
 SIZES = pytest.mark.parametrize("size", [1, pytest.param(16, marks=pytest.mark.long)], ids=["some", "many"])
@@ -118,13 +118,19 @@ def submit_anything(world: World, random: Random, eos: int) -> None:
         salt="a" if random.random() < 0.1 else "",
         sampling=(chosen := sampling(world, random, n)),
         constraint=constraint(random) if "use_beam_search" not in chosen else None,
+        prefilled=random.choice((0, 0, prompt // 2)),
     )
 
 
 def constraint(random: Random) -> Constraint | None:
-    """A constraint for one request in seven; one in three of these leaves no token at times, or fails."""
+    """A constraint for one request in five; one in four of these leaves no token at times, or fails."""
     kind = random.random()
-    return Flawed() if kind < 0.05 else Picky() if kind < 0.15 else None
+    found = Flawed() if kind < 0.05 else Picky() if kind < 0.15 else None
+    if kind >= 0.2 or random.random() < 0.5:
+        return found
+    tokens = (random.choice(range(4)), random.randrange(VOCAB))
+    is_open, budget = random.random() < 0.5, random.choice((None, 0, 1, 5))
+    return Reasoning(Thinking(tokens, tokens[: random.randint(1, 2)], is_open, budget), found)
 
 
 def sampling(world: World, random: Random, n: int) -> dict[str, Any]:
@@ -141,6 +147,8 @@ def sampling(world: World, random: Random, n: int) -> dict[str, Any]:
         chosen["logprobs"] = random.randint(0, 2)
     if random.random() < 0.1:
         chosen["prompt_logprobs"] = 0
+    if random.random() < 0.1:
+        chosen |= {"stop_token_ids": [random.randrange(VOCAB)], "ignore_eos": random.random() < 0.5}
     if random.random() < 0.1:
         chosen["best_of"] = min(n + 1, max(n, world.shape.seats))
     return chosen
@@ -169,7 +177,7 @@ def cause_trouble(world: World, random: Random) -> None:
     else:
         # Any request that ever came: most have ended, which must be no error.
         known = [*world.live, f"r{random.randint(0, world.submitted)}"]
-        world.abort(random.choice(known))
+        world.abort(random.choice(known), GIVEN_UP if random.random() < 0.3 else None)
 
 
 @SIZES

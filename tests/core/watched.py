@@ -61,6 +61,7 @@ class WatchedScheduler(Scheduler):
                 self.yielded.discard(sequence)
                 self.resumed += 1
             elif sequence.index == 0:
+                assert 0 <= sequence.cached < sequence.prompt_length
                 if self.is_fcfs:
                     assert sequence.order > self._last_seated, f"{sequence} was overtaken in admission"
                 self._last_seated = sequence.order

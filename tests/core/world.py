@@ -18,8 +18,9 @@ and its own. With one row and one token a step the bound is exact (see test_prop
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from struct import unpack
 from typing import Any
@@ -32,10 +33,12 @@ from chairlift.core.assemble import parts
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cache_groups import CacheGroups
 from chairlift.core.cost import Cost
-from chairlift.core.drafting import Drafter, Proposal
+from chairlift.core.drafting import DeviceDrafter, Drafter, Proposal
 from chairlift.core.errors import RequestError
 from chairlift.core.exchange import Arrived
+from chairlift.core.explain import MOST, explain, explain_head
 from chairlift.core.limits import Limits
+from chairlift.core.ngram import NgramDrafter
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import Event
 from chairlift.core.prefix_cache import DISK, PrefixCache
@@ -45,6 +48,9 @@ from chairlift.core.settings import SchedulingSettings
 from chairlift.core.speculation import Speculation
 from chairlift.core.step_times import StepTimes
 from chairlift.engine.engine import Engine
+
+_ASKS = 5  # plans after which what is said of all requests is read
+GIVEN_UP = "the client's time is up"  # the error of some aborts
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class World:
     ) -> None:
         self.shape = shape
         self._random = drafts  # of drafts, some right and some wrong; None: there are no drafts
+        self.speculation: Speculation | None = None
         self.beams = beams  # whether requests may be for beams, of which what is promised of fcfs does not hold
         limits = Limits(shape.seats, shape.step_tokens, shape.max_length, VOCAB)
         host = BlockPool(shape.host_blocks, shape.block_size)
@@ -138,7 +145,11 @@ class World:
         if drafts is not None:
             # A larger step takes longer or not: so many drafts pay, or few.
             points = [(1, 1.0), (shape.step_tokens + 1, 1.0 + drafts.choice((0.0, 0.5, 4.0)))]
-            self.scheduler.planner.speculation = Speculation(RandomDrafter(self), StepTimes(points))
+            drafter: Drafter = drafts.choice((RandomDrafter(self), NgramDrafter(), DeviceDrafter()))
+            passes = StepTimes([(1, 0.1)]) if drafter.is_on_device else None
+            self.speculation = Speculation(drafter, StepTimes(points), draft_times=passes)
+            self.speculation.fixed = drafts.choice((None, None, 3))
+            self.scheduler.planner.speculation = self.speculation
         self.searches = 0  # requests for beams that were let in
         self.executor = FakeExecutor(
             shape.seats,
@@ -148,6 +159,7 @@ class World:
             shape.host_blocks,
             shape.disk_blocks,
             shape.windows,
+            drafts,
         )
         if cache is not None:
             cache.is_sound = self._is_sound
@@ -176,6 +188,14 @@ class World:
         right = tokens[len(sequence.output) :][: self._random.randint(0, count)]
         return [*right, *self._random.choices(range(VOCAB), k=count - len(right))]
 
+    def _predicted(self, request: Request) -> tuple[int, ...]:
+        """What a client may expect of the answer: some of it is right."""
+        assert self._random is not None
+        if self._random.random() < 0.7:
+            return ()
+        answer, _ = answer_to(request, 0, self.shape.max_length)
+        return tuple(token if self._random.random() < 0.8 else 0 for token in answer)
+
     # ---- what can happen
 
     def submit(
@@ -201,6 +221,8 @@ class World:
             eos_ids=frozenset(range(eos)),
             **more,
         )
+        if self._random is not None and 0 < len(prompt) < shape.max_length:
+            request = replace(request, prediction=self._predicted(request))
         self.submitted += 1
         is_possible = 0 < len(prompt) < shape.max_length and n <= shape.seats
         limit = shape.max_length if max_tokens is None else min(shape.max_length, len(prompt) + max_tokens)
@@ -224,15 +246,16 @@ class World:
             self.searches += 1
         self.live[request.id] = Record(request, answers, turns, ahead + 1, ahead + turns * n, [0] * n)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, error: str | None = None) -> None:
         """End a request, or none if it has ended: what it held is free at once, and it is heard of no more."""
         record = self.live.get(request_id)
         if request_id in {event.sequence.request.id for event in self.engine._late}:
             assert not self.engine.abort(request_id), "it has ended, and the next step says so"
             return
-        self._read(self.engine.abort(request_id))
+        self._read(self.engine.abort(request_id, error))
         assert request_id not in self.live
-        assert record is None or FinishReason.ABORT in record.ended.values()
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        assert record is None or reason in record.ended.values()
 
     def stop(self, key: tuple[str, int]) -> None:
         """End one sequence that has tokens already, as the text side does on a stop string."""
@@ -299,6 +322,8 @@ class World:
             record = self.live[sequence.request.id]
             assert plans <= record.seated_by, f"{sequence} sat down in plan {plans}, not by {record.seated_by}"
         self._read(events)
+        if plans % _ASKS == 0:
+            self._verify_explained()
         for record in self.live.values() if self.scheduler.is_fcfs else ():
             assert plans < record.ended_by, f"{record} has not ended by plan {record.ended_by}"
 
@@ -336,6 +361,20 @@ class World:
                 held = self.executor.host[saved.blocks[at // size]][at % size]
                 assert held == mark_in(marks[at], group), f"{sequence} lost KV"
 
+    def _verify_explained(self) -> None:
+        """What is said of each answer agrees with what came of it."""
+        scheduler, now = self.scheduler, self.clock.now()
+        told, count = explain(scheduler, lambda _: True, now)
+        assert count == len(scheduler.running) + len(scheduler.waiting) and len(told) == min(count, MOST)
+        found = [*told, *(standing for _, standing in explain_head(scheduler, MOST, now))]
+        for each in found:
+            assert 0 <= each.computed_tokens <= each.prompt_tokens + each.generated_tokens
+            assert (each.ahead is None) == (each.state == "running") and each.waiting == len(scheduler.waiting)
+            if match := re.search(r"It runs: (\d+) of (\d+) tokens", each.why[0]):
+                assert int(match[1]) <= int(match[2]), each.why
+            if match := re.search(r"Of (\d+) draft tokens? checked for it, (\d+) were", " ".join(each.why)):
+                assert int(match[2]) <= int(match[1]), each.why
+
     def _watch_progress(self) -> None:
         """Requests that are here and neither wait for a batch to fill nor for a pass in flight must be computed.
 
@@ -358,6 +397,9 @@ class World:
         assert not self.live, "requests were lost"
         assert not self.speaking
         assert not scheduler.yielded, "preempted sequences never came back"
+        drafter = self.speculation and self.speculation.drafter
+        assert not (isinstance(drafter, RandomDrafter) and drafter.known), "the drafter was not told of ends"
+        assert not (isinstance(drafter, NgramDrafter) and drafter._texts), "texts of ended sequences are kept"
         assert pool.available == pool.total
         scheduler.memory.preemption.check([])  # nothing is left in host memory
         assert not self.executor.incoming, "slots of arrived blocks were not given back"
@@ -416,7 +458,7 @@ class World:
         if reason in (FinishReason.ABORT, FinishReason.ERROR) and (not sequence.is_forked or is_search):
             record.ended |= dict.fromkeys(range(len(record.answers)), reason)  # siblings that were never born
         assert (reason is FinishReason.ERROR) == (event.error is not None)
-        if event.error is not None and not event.error.startswith("the step failed"):
+        if event.error is not None and not event.error.startswith(("the step failed", GIVEN_UP)):
             assert record.is_at_error, f"{sequence} failed: {event.error}"
         if not record.sequences_left:
             del self.live[sequence.request.id]
