@@ -35,6 +35,11 @@ def llm(model: Path) -> Iterator[LLM]:
         yield made
 
 
+def tags(schema: dict[str, Any]) -> dict[str, Any]:
+    """Free text in which each <f is followed by a value of the schema."""
+    return {"structural_tag": {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}]}}
+
+
 def check_all(llm: LLM, schemas: list[dict[str, Any]], prompt: list[int] = PROMPT, **params: Any) -> int:
     """Answer under each schema, check the finished answers and return how many there are."""
     asked = [SamplingParams(structured={"json": schema}, **params) for schema in schemas]
@@ -225,6 +230,12 @@ def test_what_cannot_be_enforced_is_refused_with_its_path(llm: LLM, schema: dict
         ({"structural_tag": {"structures": [], "triggers": []}}, "lists of structures"),
         (7, "give one of"),
         ({"json": {"properties": {"a": {"multipleOf": 55560885}}}}, r"at #/properties/a/multipleOf"),
+        ({"json": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}, r"common multiple .* \(at #/allOf/1/mul"),
+        ({"json": {"multipleOf": 997, "anyOf": [{"multipleOf": 0.991}]}}, "common multiple of at most 4 digits"),
+        ({"json": {"allOf": [{"items": {"multipleOf": 97}}, {"items": {"multipleOf": 997}}]}}, "common multiple"),
+        ({"json": {"$ref": "#/$defs/a", "multipleOf": 997, "$defs": {"a": {"multipleOf": 991}}}}, "common multiple"),
+        (tags({"multipleOf": 55560885}), r"at #/multipleOf"),
+        (tags({"type": "object", "minProperties": 5}), r"at #/minProperties"),
     ],
     ids=str,
 )

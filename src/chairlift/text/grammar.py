@@ -83,9 +83,9 @@ def _tags(found: dict[str, Any]) -> str:
         trigger = next((trigger for trigger in found["triggers"] if each["begin"].startswith(trigger)), None)
         if trigger is None:
             raise RequestError(f"structured: structural_tag begins with {each['begin']!r}, which has no trigger")
-        tags.append(
-            library.StructTag(trigger=trigger, begin=each["begin"], grammar=each["schema"], end=each.get("end", ""))
-        )
+        schema = prepare(each["schema"])
+        schema = {**schema, "x-guidance": options_of(schema)}
+        tags.append(library.StructTag(trigger=trigger, begin=each["begin"], grammar=schema, end=each.get("end", "")))
     return str(library.StructTag.to_grammar(tags, assume_special=False))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from decimal import Decimal
+from math import inf, lcm
 from typing import Any
 
 from chairlift.core.errors import RequestError
@@ -19,6 +20,9 @@ _LIST = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # With these, an object's properties may be named in more than one place.
 _JOINING = frozenset({"$ref", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "additionalProperties"})
+# A value must match what the first lead to, and what the others say beside them.
+_CHOOSING = frozenset({"$ref", "anyOf", "oneOf"})
+_LIMITING = frozenset({"multipleOf", "properties", "additionalProperties", "items", "prefixItems", "additionalItems"})
 _WITHOUT_EFFECT = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 _COUNTS = ("minProperties", "maxProperties")
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -164,15 +168,45 @@ def check_counts(schema: Any) -> None:
 
 
 def check_multiples(schema: Any) -> None:
-    """Refuse a multipleOf that is not above 0, or has many digits.
+    """Refuse a multipleOf that is not above 0, or has many digits, alone or together with others.
 
-    Its automaton has a state for each remainder, and no limit of llguidance stops it.
+    Its automaton has a state for each remainder, and no limit of llguidance stops it. Where parts of the schema are
+    joined, one number may have to be a multiple of several, so of their least common multiple: all are counted.
     """
-    for path, part in _parts(schema, "#", 0):
+    parts = list(_parts(schema, "#", 0))
+    found: dict[Decimal, str] = {}  # with a place of each
+    for path, part in parts:
         value = part.get("multipleOf")
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not value > 0:
-                raise RequestError(f"multipleOf is {value}: use a number above 0 (at {path}/multipleOf)")
-            digits = Decimal(repr(value)).normalize().as_tuple().digits
-            if len(digits) > _DIGITS:
-                raise RequestError(f"multipleOf is {value}: use one of at most {_DIGITS} digits (at {path}/multipleOf)")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if not 0 < value < inf:
+            raise RequestError(f"multipleOf is {value}: use a number above 0 (at {path}/multipleOf)")
+        number = Decimal(repr(value)).normalize()
+        if not _have_few_digits([number]):
+            raise RequestError(f"multipleOf is {value}: use one of at most {_DIGITS} digits (at {path}/multipleOf)")
+        found[number] = path
+    if any(_joins(part) for _, part in parts) and not _have_few_digits(found):
+        raise RequestError(
+            f"multipleOf has {len(found)} values, which may apply to one number, since the schema joins others: use "
+            f"values with a common multiple of at most {_DIGITS} digits (at {list(found.values())[-1]}/multipleOf)"
+        )
+
+
+def _joins(part: dict[str, Any]) -> bool:
+    """Whether one value may have to match several of the schemas in a part."""
+    keys = part.keys()
+    return bool(keys & {"allOf", "patternProperties"} or (keys & _CHOOSING and keys & _LIMITING))
+
+
+def _have_few_digits(numbers: Collection[Decimal]) -> bool:
+    """Whether their least common multiple has, without zeros at its end, few digits."""
+    exponent = min((int(number.as_tuple().exponent) for number in numbers), default=0)
+    common = 1
+    for number in numbers:
+        common = lcm(common, int(number.scaleb(-exponent)))
+        digits = common
+        while digits % 10 == 0:
+            digits //= 10
+        if digits >= 10**_DIGITS:
+            return False
+    return True
