@@ -106,6 +106,16 @@ def test_a_matrix_of_16_bits_in_a_float32_model_is_joined_cut_and_looked_up(dtyp
     assert torch.allclose(both, linear_reference(x, tensor.float(), torch.ones(40), gate=SILU), atol=1e-5)
 
 
+@pytest.mark.parametrize("gate", [SILU, GELU_TANH], ids=["silu", "gelu"])
+def test_a_gate_and_an_up_projection_of_two_formats_give_the_bits_of_one(gate: Gate) -> None:
+    """So they depend on no batch and on no number of threads, which those of torch's activations do."""
+    halves, x = [torch.randn(70, 32).bfloat16() for _ in range(2)], torch.randn(9, 32)
+    mixed = join_weights([Dense(halves[0], torch.float32), Dense(halves[1].float())])
+    assert isinstance(mixed, Mixed)
+    assert torch.equal(Linear(mixed, gate=gate)(x), Linear(Dense(torch.cat(halves).float()), gate=gate)(x))
+    assert Linear(mixed, gate=gate)(x[:0]).shape == (0, 70)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_packing_gives_back_the_pages_of_a_mapped_matrix_as_it_reads_them(gated: bool) -> None:
     """The pages of a whole embedding would be as large as the rest of a small model."""

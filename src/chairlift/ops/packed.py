@@ -178,6 +178,15 @@ def _multiply(
             panel_tile(end - row, x_row, depth, here, tile_row, span, count, k, fetched)
 
 
+@njit(nogil=True, parallel=True, fastmath=True, error_model="numpy", cache=True)
+def gate_halves(pieces: int, y: np.ndarray, out: np.ndarray, gate: tuple[float, float]) -> None:
+    """Write gate(first half of the columns) times the second half, with the bits of a gated product."""
+    rows, width = out.shape
+    for piece in prange(pieces):
+        first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+        store(y[first:last], last - first, width, np.empty(0, np.float32), out, GATED, gate, first, 0, width)
+
+
 @njit(nogil=True, fastmath=True, error_model="numpy")
 def store(
     tile: np.ndarray,

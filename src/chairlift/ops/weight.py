@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from chairlift.ops.norm import Norm, rms_norm
+from chairlift.ops.packed import gate_halves
 from chairlift.ops.triton_found import HAS_TRITON
 
 
@@ -235,11 +236,18 @@ class MixedProduct(Product):
         parts, gate = [product(x) for product in self.products], self.fused.gate
         y: Any = np.concatenate(parts, axis=1) if self.is_compiled else torch.cat(parts, dim=-1)
         if gate is not None:
-            y = gate_mul_reference(torch.from_numpy(y), gate).numpy() if self.is_compiled else gate_mul(y, gate)
+            y = _gate_compiled(y, gate) if self.is_compiled else gate_mul(y, gate)
         if add_to is None:
             return y
         add_to += y
         return add_to
+
+
+def _gate_compiled(y: np.ndarray, gate: Gate) -> np.ndarray:
+    """Compute gate_mul on a CPU. The bits of torch's activations depend on how it divides the work among threads."""
+    out = np.empty((len(y), y.shape[1] // 2), np.float32)
+    gate_halves(torch.get_num_threads(), y, out, (gate.linear, gate.cubic))
+    return out
 
 
 def gate_mul(y: torch.Tensor, gate: Gate) -> torch.Tensor:
