@@ -80,6 +80,15 @@ def test_the_run_delay_of_a_thread_that_shares_its_core_is_measured() -> None:
     assert run_delay() > 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's scheduler statistics")
+def test_a_thread_that_ends_meanwhile_is_left_out_of_the_run_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of 0 would look, at the next measurement, as if all threads had waited all their lives just now."""
+    before = run_delay()
+    listed = [*Path("/proc/self/task").iterdir(), Path("/proc/self/task/0")]
+    monkeypatch.setattr(Path, "iterdir", lambda _folder: iter(listed))
+    assert run_delay() >= before > 0
+
+
 def test_answers_do_not_depend_on_the_number_of_threads_in_use(tiny_model: Path) -> None:
     prompts = [[5, 6, 7, 8] * 9, [9, 10], [11] * 30]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)

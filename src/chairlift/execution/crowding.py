@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numba
@@ -27,11 +28,10 @@ _SETTLED = 3.0  # seconds without waiting after which a retry has succeeded
 def run_delay() -> float:
     """Return the seconds that this process's threads, all together, were runnable but not run; 0 if unknown."""
     total = 0
-    try:
+    with suppress(OSError):  # not Linux
         for task in Path("/proc/self/task").iterdir():
-            total += int((task / "schedstat").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):  # not Linux, no such statistics, or a thread that has just ended
-        return 0.0
+            with suppress(OSError, IndexError, ValueError):  # no such statistics, or a thread that has just ended
+                total += int((task / "schedstat").read_bytes().split()[1])
     return total / 1e9
 
 
