@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numba
@@ -11,8 +13,29 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.execution.crowding import Crowding, run_delay
+from chairlift.execution import crowding
+from chairlift.execution.crowding import Crowding, crowding_of_process, run_delay
 from chairlift.ops.assistant import assistant, use_assistant
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """Undo what an engine's crowding has set in this process."""
+    threads, compiled = torch.get_num_threads(), numba.get_num_threads()
+    try:
+        yield
+    finally:
+        use_assistant(False)
+        torch.set_num_threads(threads)
+        numba.set_num_threads(compiled)
+
+
+def of_process(monkeypatch: pytest.MonkeyPatch, chosen: Crowding) -> Crowding:
+    """Let all engines share this one."""
+    monkeypatch.setattr(crowding, "_of_process", chosen)
+    return chosen
 
 
 class Machine:
@@ -89,21 +112,37 @@ def test_a_thread_that_ends_meanwhile_is_left_out_of_the_run_delay(monkeypatch: 
     assert run_delay() >= before > 0
 
 
-def test_answers_do_not_depend_on_the_number_of_threads_in_use(tiny_model: Path) -> None:
+def test_answers_do_not_depend_on_the_number_of_threads_in_use(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [[5, 6, 7, 8] * 9, [9, 10], [11] * 30]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
-    threads, compiled = torch.get_num_threads(), numba.get_num_threads()
     found = []
-    try:
+    with threads_restored():
         for most, count in ((1, 1), (2, 2), (2, 1)):
+            torch.set_num_threads(most)
+            of_process(monkeypatch, Crowding(most, lambda: 0.0)).threads = count
             llm = LLM(str(tiny_model), progress=False)
-            crowding = Crowding(most)
-            crowding.threads = count
-            crowding.apply()
-            assert (assistant() is not None) == (count < most), "one thread of two has an assistant"
             found.append([each.outputs[0] for each in llm.generate(prompts, params)])
-    finally:
-        use_assistant(False)
-        torch.set_num_threads(threads)
-        numba.set_num_threads(compiled)
+            assert torch.get_num_threads() == count
+            assert (assistant() is not None) == (count < most), "one thread of two has an assistant"
     assert found[0] == found[1] == found[2]
+
+
+def test_an_engine_built_while_threads_are_few_returns_to_all_of_them(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with threads_restored():
+        torch.set_num_threads(2)
+        shared = of_process(monkeypatch, Crowding(2, lambda: 0.0))
+        first = LLM(str(tiny_model), progress=False)
+        shared.threads = 1  # another process is busy
+        first.generate([[5, 6]], ONE)
+        assert (torch.get_num_threads(), assistant() is not None) == (1, True)
+        first.close()
+        second = LLM(str(tiny_model), progress=False)
+        shared.threads = 2  # it has ended
+        second.generate([[5, 6]], ONE)
+        assert (torch.get_num_threads(), assistant() is not None) == (2, False)
+        torch.set_num_threads(3)
+        assert crowding_of_process().most == 3, "a number that the user has chosen is the full one"

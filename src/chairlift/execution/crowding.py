@@ -9,6 +9,7 @@ process leaves of the second core.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,18 +42,21 @@ class Crowding:
     def __init__(
         self, most: int, clock: Callable[[], float] = time.monotonic, delay: Callable[[], float] = run_delay
     ) -> None:
-        self.threads = most
-        self._most = most
+        self.threads = self.most = most
+        self._looking = threading.Lock()  # engines in several threads
         self._clock, self._delay = clock, delay
         self._looked_at, self._waited = clock(), delay()
         self._tried_at, self._retry = 0.0, _FIRST_RETRY
         self._is_trying = False  # whether all threads are used again, for less than _SETTLED seconds
 
-    def look(self) -> bool:
-        """Choose the number of threads again, between two steps; return whether it has changed."""
-        now = self._clock()
-        if now - self._looked_at < _EVERY:
-            return False
+    def look(self) -> None:
+        """Choose the number of threads again, between two steps."""
+        with self._looking:
+            now = self._clock()
+            if now - self._looked_at >= _EVERY:
+                self._choose(now)
+
+    def _choose(self, now: float) -> None:
         waited = self._delay()
         cores = (waited - self._waited) / (now - self._looked_at)
         self._looked_at, self._waited = now, waited
@@ -62,14 +66,28 @@ class Crowding:
             self._is_trying = False
             self.threads = max(1, before - max(1, round(cores)))
             self._tried_at = now
-        elif before < self._most and now - self._tried_at > self._retry:
-            self.threads, self._tried_at, self._is_trying = self._most, now, True
+        elif before < self.most and now - self._tried_at > self._retry:
+            self.threads, self._tried_at, self._is_trying = self.most, now, True
         elif self._is_trying and now - self._tried_at > _SETTLED:
             self._is_trying = False
-        return self.threads != before
 
     def apply(self) -> None:
         """Set the number of threads of torch's operations and of our kernels."""
         torch.set_num_threads(self.threads)
         numba.set_num_threads(min(self.threads, numba.config.NUMBA_NUM_THREADS))
-        use_assistant(self.threads == 1 < self._most)
+        use_assistant(self.threads == 1 < self.most)
+
+
+_of_process: Crowding | None = None
+
+
+def crowding_of_process() -> Crowding:
+    """Return the one that all engines of this process share, as they share the cores and torch's number of threads.
+
+    One of its own would take a number that another engine has lowered, now or before it was closed, for the full one.
+    """
+    global _of_process
+    count = torch.get_num_threads()
+    if _of_process is None or count not in (_of_process.threads, _of_process.most):
+        _of_process = Crowding(count)
+    return _of_process

@@ -14,7 +14,7 @@ from chairlift.core.errors import DeviceError
 from chairlift.core.limits import Limits
 from chairlift.core.step import Bits, Candidates, PromptLogprobs, Step, StepResult, TokenLogprobs
 from chairlift.execution.checks import Checks, checks_of, samples_of
-from chairlift.execution.crowding import Crowding
+from chairlift.execution.crowding import crowding_of_process
 from chairlift.execution.drafts import DeviceDrafts, flat_of
 from chairlift.execution.exchange import BlockExchange
 from chairlift.execution.graphs import STAGING_BUFFERS, Capturer, DecodeGraphs
@@ -122,7 +122,8 @@ class TorchExecutor:
         self._is_cuda = self._device.type == "cuda"
         # Only with our own kernels: their results do not depend on the number of threads; torch's may.
         is_compiled = self._device.type == "cpu" and decoder.config.dtype == torch.float32
-        self._crowding = Crowding(torch.get_num_threads()) if is_compiled else None
+        self._crowding = crowding_of_process() if is_compiled else None
+        self._threads = 0  # of the last step
         # Buffers for sampled tokens, used in rotation: one is read long before it is written again.
         places = [
             torch.empty(limits.max_samples, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(STAGING_BUFFERS)
@@ -176,8 +177,11 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _start(self, step: Step) -> LaunchedStep:
-        if self._crowding is not None and self._crowding.look():
-            self._crowding.apply()
+        if self._crowding is not None:
+            self._crowding.look()
+            if self._crowding.threads != self._threads:
+                self._threads = self._crowding.threads
+                self._crowding.apply()
         if step.sent:
             assert self.exchange is not None, "a step that sends blocks needs slots"
             self.exchange.send(step.sent)
