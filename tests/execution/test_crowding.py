@@ -15,7 +15,7 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.execution import crowding
 from chairlift.execution.crowding import Crowding, crowding_of_process, run_delay
-from chairlift.ops.assistant import assistant, use_assistant
+from chairlift.ops.assistant import Assistant, assistant, use_assistant
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
@@ -146,3 +146,18 @@ def test_an_engine_built_while_threads_are_few_returns_to_all_of_them(
         assert (torch.get_num_threads(), assistant() is not None) == (2, False)
         torch.set_num_threads(3)
         assert crowding_of_process().most == 3, "a number that the user has chosen is the full one"
+
+
+def test_the_kernels_of_the_assistant_are_compiled_before_the_first_request(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all requests wait for the compiler, some 10 seconds, when another process is busy for the first time."""
+    shared: list[int] = []
+    share = Assistant.share
+    monkeypatch.setattr(Assistant, "share", lambda self, *work: shared.append(1) or share(self, *work))
+    with threads_restored():
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            LLM(str(tiny_model), progress=False)
+            assert bool(shared) == (threads > 1)
+            assert assistant() is None

@@ -40,6 +40,7 @@ from chairlift.models.formats.on_load import OnLoad
 from chairlift.models.loader import Quantizing, RandomTensors, TensorSource, load_decoder
 from chairlift.models.shapes import config_alone
 from chairlift.models.sources import resolve
+from chairlift.ops.assistant import assisted
 from chairlift.ops.group import Group
 from chairlift.ops.kv_cache import KvCache
 from chairlift.ops.kv_quant import KV_DTYPES
@@ -193,6 +194,10 @@ def prepare(loaded: Loaded, settings: Settings, *, progress: bool = True) -> Pre
     if device.type == "cpu":
         with console.status("compiling the CPU kernels, once on this machine") if progress else nullcontext():
             dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
+            # With one thread there is never an assistant; but ranks must run the same passes.
+            if decoder.is_compiled and (torch.get_num_threads() > 1 or decoder.group is not None):
+                with assisted():
+                    dry_run(decoder, tokens=1, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)
             warm_up_sampling(config.vocab_size, torch.float32, device)
         start, tried = time.monotonic(), min(_TRIED, limits.max_length)
         dry_run(decoder, tokens=tried, samples=1, block_size=capacity.block_size, kv_dtype=kv_dtype)

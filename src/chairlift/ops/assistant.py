@@ -15,7 +15,8 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,17 @@ def use_assistant(is_used: bool) -> None:
     global _assistant, _is_used
     _assistant = _assistant or (Assistant() if is_used else None)
     _is_used = is_used
+
+
+@contextmanager
+def assisted() -> Iterator[None]:
+    """Use the assistant meanwhile."""
+    before = _is_used
+    use_assistant(True)
+    try:
+        yield
+    finally:
+        use_assistant(before)
 
 
 def assistant() -> Assistant | None:
