@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import ModelError, SettingsError
+from chairlift.core.settings import ModelSettings, Settings
+from chairlift.execution import build
+from chairlift.execution.build import load_model
 from chairlift.models.checkpoint import open_checkpoint
 from chairlift.models.cut import Cut
 from chairlift.models.families import read_config, record
@@ -230,6 +233,24 @@ def test_ranks_that_would_divide_a_group_are_refused_with_those_that_do_not(fold
     checkpoint = open_checkpoint(folders("w4a16 zeros")[0])  # groups of 64
     with pytest.raises(ModelError, match=r"in groups of 64 .* 0 to 32: set tensor_parallel to one of 1, 2, 4$"):
         checkpoint.weight(DOWN, torch.float32, CPU, cut=Cut(1, ((0, 32),)))
+
+
+def test_the_memory_that_must_be_free_counts_embedding_and_head_as_they_are_kept(
+    folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits: as float32 they would refuse a model that fits."""
+
+    def change(tensors: dict[str, torch.Tensor], _config: dict[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.bfloat16() if tensor.dtype == torch.float32 and "scale" not in name else tensor
+
+    asked: list[int] = []
+    folder = changed(folders("awq")[0], tmp_path / "model", change)
+    monkeypatch.setattr(build, "require_memory", lambda _config, weights, *_rest: asked.append(weights))
+    loaded = load_model(str(folder), Settings(model=ModelSettings(device="cpu")), progress=False)
+    decoder = loaded.decoder
+    kept = decoder.read_bytes + (0 if loaded.config.tied_embeddings else decoder.embedding.nbytes)
+    assert 0.9 * kept < asked[0] < 1.1 * kept
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(folders: Any) -> None:

@@ -332,7 +332,7 @@ def load(
     ranks = 1 if group is None else group.size
     own = of_one_rank(config, ranks)
     total = record(own, ranks).nbytes
-    if checkpoint is not None and checkpoint.keeps_stored and config.format is None:
+    if checkpoint is not None and checkpoint.keeps_stored and (config.format is None or not config.format.expands):
         total = min(total, checkpoint.nbytes() // ranks)
     require_memory(own, total, max_length, device, ranks)
     source: TensorSource = checkpoint or RandomTensors(config, device)
