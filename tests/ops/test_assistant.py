@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,6 +144,16 @@ def test_the_caller_waits_for_a_result_that_is_being_stored() -> None:
     assert take_item(board, 1, 1, True) == -1
     assert stored, "it came back before the item was stored"
     thread.join()
+
+
+def test_a_sandbox_that_forbids_to_choose_cores_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: int, _cores: set[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")  # as under systemd's SystemCallFilter=~@resources
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    product, x = WEIGHTS["float32 960"].prepare(Fused(None, None, None)), np.ones((3, 576), np.float32)
+    with an_assistant(Assistant()):
+        assert product(x).shape == (3, 960)
 
 
 def test_several_callers_take_turns() -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,8 @@ class Assistant:
         self._core = core
         others = os.sched_getaffinity(threading.get_native_id()) - {core}
         if others and self._thread.native_id is not None:
-            os.sched_setaffinity(self._thread.native_id, others)
+            with suppress(OSError):  # a sandbox may forbid it, which only costs time
+                os.sched_setaffinity(self._thread.native_id, others)
 
 
 def _core() -> int:
