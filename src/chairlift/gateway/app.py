@@ -35,6 +35,8 @@ _BODIES = 256 << 20  # bytes of bodies in memory, in all: each is kept until its
 _REPLY = 1 << 20  # bytes of a reply that is read whole
 
 _FRONTS = {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}  # the shapes of errors, by the path's beginning
+_OPEN = ("/health", "/ready", "/version", "/openapi.json")  # paths that need no key
+_ADMINS = ("/metrics", "/reset_prefix_cache")  # and those that need an admin's
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -85,7 +87,7 @@ class Gateway:
 
     async def _serve(self, http: HttpRequest, front: Front, send: Any) -> int:
         tenant = self._authorize(http)
-        own = self._own.get((http.method, http.url.path))
+        own = self._own.get((http.method, http.scope["path"]))
         if own is not None:
             response = await own(http)
             await response(http.scope, http.receive, send)
@@ -94,15 +96,15 @@ class Gateway:
         return await self._forward(http, front, tenant, send)
 
     def _authorize(self, http: HttpRequest) -> Tenant | None:
-        if self._keyring is None or http.url.path in ("/health", "/ready", "/version", "/openapi.json"):
+        headers, path = http.headers, http.scope["path"]  # not http.url, which also reads the client's Host header
+        if self._keyring is None or path in _OPEN:
             return None
-        headers = http.headers
         tenant = self._keyring.find(headers.get("authorization")) or self._keyring.find_key(headers.get("x-api-key"))
         if tenant is None:
             message = "no valid API key: send Authorization: Bearer YOUR_KEY, or x-api-key: YOUR_KEY"
             raise Failure(message, 401, "authentication_error", "invalid_api_key")
-        if http.url.path in ("/metrics", "/reset_prefix_cache") and not tenant.is_admin:
-            raise Failure(f"{http.url.path} needs an admin key", 403, "permission_error", "admin_only")
+        if path in _ADMINS and not tenant.is_admin:
+            raise Failure(f"{path} needs an admin key", 403, "permission_error", "admin_only")
         return tenant
 
     def _check_room(self, http: HttpRequest) -> None:
@@ -213,7 +215,7 @@ class Gateway:
 
         async def ask(backend: Any) -> tuple[int, Any]:
             try:
-                exchange = await backend.send(http.method, http.url.path, keys, b"")
+                exchange = await backend.send(http.method, http.scope["path"], keys, b"")
                 try:
                     return exchange.status, msgspec.json.decode(await exchange.read_all(_REPLY))
                 finally:
