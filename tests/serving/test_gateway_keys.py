@@ -12,6 +12,7 @@ from starlette.requests import Request
 from chairlift.gateway.app import Gateway
 from chairlift.gateway.pool import Pool
 from chairlift.serving.keys import VARIABLE, Keyring
+from chairlift.serving.routes import PAGE_ROUTES, ROUTES, Access, Route
 
 _KEYRING = Keyring.read(None, {VARIABLE: "operator:sk-key-of-operator:admin,bob:sk-key-of-bob"})
 _NO_SERVER = 503  # the request was accepted, and no server runs
@@ -53,3 +54,11 @@ def test_the_host_header_opens_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status("GET", "/metrics") == 401
     assert status("GET", "/metrics", "sk-key-of-bob") == 403
     assert status("POST", "/v1/completions", "sk-key-of-bob") == _NO_SERVER
+
+
+@pytest.mark.parametrize("route", [each for each in (*ROUTES, *PAGE_ROUTES) if each.access is Access.ADMIN])
+def test_what_needs_an_admin_key_at_a_server_needs_one_at_the_router(route: Route) -> None:
+    """The servers behind it may have no keys."""
+    assert status(route.method, route.path) == 401
+    assert status(route.method, route.path, "sk-key-of-bob") == 403
+    assert status(route.method, route.path, "sk-key-of-operator") in (200, _NO_SERVER)

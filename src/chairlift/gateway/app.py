@@ -36,7 +36,7 @@ _REPLY = 1 << 20  # bytes of a reply that is read whole
 
 _FRONTS = {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}  # the shapes of errors, by the path's beginning
 _OPEN = ("/health", "/ready", "/version", "/openapi.json")  # paths that need no key
-_ADMINS = ("/metrics", "/reset_prefix_cache")  # and those that need an admin's
+_ADMINS = ("/metrics", "/reset_prefix_cache", "/ui/events")  # and those that need an admin's
 
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
