@@ -104,7 +104,7 @@ def test_the_error_of_a_cut_stream_of_responses_is_one_of_their_events() -> None
     begun = b'event: response.created\ndata: {"type":"response.created","sequence_number":0}\n\n'
 
     async def cut(head: str, writer: asyncio.StreamWriter) -> None:
-        await send(writer, STREAM, chunk(begun), chunk(begun.replace(b":0}", b":1}")))
+        await send(writer, STREAM, *(chunk(begun.replace(b":0}", b":%d}" % number)) for number in range(3)))
         writer.transport.abort()
 
     async def run() -> None:
@@ -112,7 +112,7 @@ def test_the_error_of_a_cut_stream_of_responses_is_one_of_their_events() -> None
             found = (await client.post("/v1/responses", json={"input": "Hello", "stream": True})).text
             last = found.split("\n\n")[-2]
             assert last.startswith('event: error\ndata: {"type":"error",')
-            assert '"sequence_number":2' in last and '"code":"service_unavailable"' in last
+            assert '"sequence_number":3' in last and '"code":"service_unavailable"' in last
 
     asyncio.run(run())
 
@@ -155,6 +155,37 @@ def test_a_request_goes_to_the_other_server_from_one_with(what: str, path: str) 
                 found = await client.post(path, json={"model": "large", "stream": True})
                 assert found.status_code == 200 and found.json() == {"fine": True}
             assert "refuses" in asked and pool.live == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", ["an error", "the end of the server"])
+def test_a_response_without_text_goes_to_the_other_server_however_long_its_first_events_are(end: str) -> None:
+    """They repeat the request's instructions and tools."""
+    asked = []
+    begun = [
+        b'event: response.%s\ndata: {"instructions":"%s"}\n\n' % (name, b"x" * 60_000) for name in (b"created", b"x")
+    ]
+    failed = LOST["/v1/responses"].partition(b"\n\n")[2]
+
+    async def answers(head: str, writer: asyncio.StreamWriter) -> None:
+        asked.append("answers")
+        writer.write(reply(200, b'{"fine": true}'))
+
+    async def fails(head: str, writer: asyncio.StreamWriter) -> None:
+        asked.append("fails")
+        await send(writer, STREAM, *map(chunk, begun))
+        if end == "an error":
+            writer.write(chunk(failed) + b"0\r\n\r\n")
+        else:
+            writer.transport.abort()
+
+    async def run() -> None:
+        async with behind(fails, answers) as (_, pool, client):
+            for _ in range(2):
+                found = await client.post("/v1/responses", json={"input": "Hello", "stream": True})
+                assert found.json() == {"fine": True}
+            assert "fails" in asked and pool.live == 0
 
     asyncio.run(run())
 

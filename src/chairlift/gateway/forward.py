@@ -36,8 +36,10 @@ _ERROR = 64 << 10  # bytes of an error's body
 _EVENT = 1 << 20  # bytes of an event that are held back until it is complete
 _BYTES_A_TOKEN = 4  # of a reply that is not streamed
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # servers other than ours may end lines with a carriage return
+# A stream of responses has two events before its first text or error: they may repeat 64 KiB of the request each.
+_CREATED, _BEFORE_TEXT = b"event: response.created", 2
 # How a stream begins that has an error as its first event: of chats and completions, messages, and responses.
-_FAILED_STREAMS = (b'data: {"error"', b"event: error", b"event: response.created")
+_FAILED_STREAMS = (b'data: {"error"', b"event: error", _CREATED)
 _UNAVAILABLE = (b"service_unavailable", b"overloaded_error")
 _NO_MODEL = (b'"model_not_found"', b'"not_found_error"')
 # Headers of one connection, not of the request; and those that are written again.
@@ -49,7 +51,7 @@ _OWN = {
 
 @dataclass(slots=True)
 class Answer:
-    """A reply with the first bytes of its body, or an error with its whole body."""
+    """A reply with the first bytes of its body, with which text or an error begins, or an error with its whole body."""
 
     backend: Backend
     route: Route
@@ -78,6 +80,14 @@ class Answer:
     def is_stream(self) -> bool:
         """Whether it is a stream of events."""
         return self.header(b"content-type").startswith(b"text/event-stream")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither text nor an error has arrived, in a stream whose first events say only that it has begun."""
+        first = self.first
+        if not self.is_stream or first[: len(_CREATED)] != _CREATED[: len(first)] or len(first) >= _EVENT:
+            return False
+        return sum(map(first.count, _EVENT_ENDS)) <= _BEFORE_TEXT
 
     @property
     def retry_after(self) -> float:
@@ -222,11 +232,14 @@ class Forward:
         try:
             exchange = await backend.send(self._http.method, self._target, self._headers, self._body.raw)
             first = await (exchange.read_all(_ERROR) if exchange.status >= 400 else exchange.read())
+            answer = Answer(backend, route, exchange, first)
+            while answer.is_open and (part := await exchange.read()):
+                answer.first += part
         except BaseException:
             if exchange is not None:
                 backend.release(exchange)
             raise
-        return Answer(backend, route, exchange, first)
+        return answer
 
     def _is_refusal(self, answer: Answer) -> bool:
         """Whether another server may answer better."""
