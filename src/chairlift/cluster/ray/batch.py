@@ -23,8 +23,8 @@ from chairlift.serving.plan import Plan
 
 _AHEAD = 2  # requests sent to a replica for each row of its batch, so that no row waits for this process
 _REPLY = 64 << 20  # bytes of a reply
-_LOSSES = 3  # replicas that may end under one request: it may be what ends them
-_BUSY = (429, 502, 503, 504)
+_LOSSES = 3  # replicas that may end under one request, or lose their engines: it may be what ends them
+_FULL, _LOST = 429, (502, 503, 504)
 _RETRY_SECONDS = 1.0
 _HEADERS = ((b"content-type", b"application/json"),)
 
@@ -95,10 +95,9 @@ class Job:
             return output.fail(number, custom_id, str(error))
         if status == 200:
             return output.answer(custom_id, reply)
-        found = reply.get("error") if isinstance(reply, dict) else None
-        message = found.get("message") if isinstance(found, dict) else None
-        if status < 500 and isinstance(found, dict) and message:
-            return output.refuse(number, custom_id, message, status, found.get("code") or "invalid_request")
+        message = message_of(reply)
+        if status < 500 and message:
+            return output.refuse(number, custom_id, message, status, reply["error"].get("code") or "invalid_request")
         return output.fail(number, custom_id, message or f"the replica answered with status {status}")
 
     async def _send(self, url: str, raw: bytes) -> tuple[int, Any]:
@@ -119,6 +118,8 @@ class Job:
                 if not exchange.has_ended:
                     raise Lost(f"the reply has more than {_REPLY:,} bytes")
                 reply = msgspec.json.decode(found)
+                if exchange.status in _LOST:
+                    raise Lost(f"{backend.name} answered with status {exchange.status}: {message_of(reply)}")
             except (Lost, msgspec.DecodeError) as error:
                 losses += 1
                 route.end("failed")
@@ -135,6 +136,14 @@ class Job:
                 route.end("aborted")  # the job was interrupted; otherwise it has ended already
                 if exchange is not None:
                     backend.release(exchange)
-            if exchange.status not in _BUSY:
+            if exchange.status != _FULL:
                 return exchange.status, reply
             tried.add(route.name)
+
+
+def message_of(reply: Any) -> str:
+    """Return the message of an error object; an empty one if there is none."""
+    match reply:
+        case {"error": {"message": str() as message}}:
+            return message
+    return ""
