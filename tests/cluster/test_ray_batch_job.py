@@ -92,3 +92,17 @@ def test_a_request_that_ends_every_engine_fails_after_the_third(tmp_path: Path) 
 def test_a_request_waits_for_a_full_replica_and_survives_the_end_of_two_engines(tmp_path: Path) -> None:
     found, received = answered({"prompt": "Hi"}, tmp_path, [503, 429, 429, 429, 503, 429, 200])
     assert found["error"] is None and len(received) == 7
+
+
+def test_what_no_replica_can_read_ends_no_job_and_is_not_made_readable(tmp_path: Path) -> None:
+    line = rb'{"prompt": "\ud800", "temperature": NaN, "seed": 1e999, "n": ' + b"9" * 40 + b"}"
+    body = json.loads(line)
+    found, received = answered(body, tmp_path, [200])
+    assert found["error"] is None and json.loads(received[0]).keys() == body.keys()
+    assert b"null" not in received[0], "NaN stays what it is: a server refuses it"
+
+    for _ in range(50_000):  # deeper than any line that can be read
+        body = {"prompt": body}
+    (tmp_path / "out.jsonl").unlink()
+    found, received = answered(body, tmp_path, [200])
+    assert found["error"]["code"] == "invalid_request" and not received

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,11 @@ class Job:
         try:
             check_model(body.get("model"), self._names)
             check_whole(body)
+            raw = encoded(body)
         except WrongModelError as error:
             return output.refuse(number, custom_id, str(error), 404, "model_not_found")
         except RequestError as error:
             return output.refuse(number, custom_id, str(error))
-        raw = msgspec.json.encode({name: value for name, value in body.items() if name != "model"})
         try:
             status, reply = await self._send(url, raw)
         except Lost as error:
@@ -139,6 +140,18 @@ class Job:
             if exchange.status != _FULL:
                 return exchange.status, reply
             tried.add(route.name)
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """Return a body without its model as the line has it, so that the replica refuses what is wrong in it.
+
+    >>> encoded({"model": "tiny", "prompt": "\\ud800", "temperature": float("nan")})
+    b'{"prompt": "\\\\ud800", "temperature": NaN}'
+    """
+    try:
+        return json.dumps({name: value for name, value in body.items() if name != "model"}).encode()
+    except RecursionError:
+        raise RequestError("the body is nested too deeply: send a flatter one") from None
 
 
 def message_of(reply: Any) -> str:
