@@ -47,7 +47,8 @@ def test_a_killed_job_goes_on_and_every_line_is_in_the_output_once(
     source.write_text("\n".join(lines) + "\n")
     flags = ["--model", str(tiny_model), "--dtype", "float32", "--kv-tokens", "2048", "--max-sequences", "8"]
     command = [sys.executable, "-m", "chairlift", "batch", str(source), str(target), "--on", "ray", *flags]
-    environment = {**os.environ, "RAY_ADDRESS": cluster.cluster.address}
+    # Keys of a server: a job has its own.
+    environment = {**os.environ, "RAY_ADDRESS": cluster.cluster.address, "CHAIRLIFT_API_KEYS": "alice:sk-12345678"}
 
     job = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     start = time.monotonic()

@@ -69,7 +69,7 @@ def answered(body: dict[str, Any], folder: Path, *statuses: list[int]) -> tuple[
     async def run() -> list[bytes]:
         async with servers(*statuses) as (pool, received), asyncio.timeout(30):
             with BatchOutput(folder / "out.jsonl", lambda _: None) as output:
-                await batch.Job(pool, Working(), output, {"tiny"}).answer(1, "a", COMPLETION, body)
+                await batch.Job(pool, Working(), output, {"tiny"}, "key").answer(1, "a", COMPLETION, body)
             assert pool.live == 0
             return received
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from chairlift.gateway.pool import Pool
 from chairlift.offline.batch import WrongModelError, check_model, check_whole, retry_failures, unanswered
 from chairlift.offline.batch_output import BatchOutput, Report, Tally
 from chairlift.serving import logs
+from chairlift.serving.keys import Keyring, digest_of
 from chairlift.serving.plan import Plan
 
 _AHEAD = 2  # requests sent to a replica for each row of its batch, so that no row waits for this process
@@ -27,7 +29,6 @@ _REPLY = 64 << 20  # bytes of a reply
 _LOSSES = 3  # replicas that may end under one request, or lose their engines: it may be what ends them
 _FULL, _LOST = 429, (502, 503, 504)
 _RETRY_SECONDS = 1.0
-_HEADERS = ((b"content-type", b"application/json"),)
 
 
 def run(plan: Plan, on: RayPlan, source: Path, target: Path, names: Set[str], report: Report) -> Tally:
@@ -46,8 +47,9 @@ def run(plan: Plan, on: RayPlan, source: Path, target: Path, names: Set[str], re
 
 async def _run(plan: Plan, on: RayPlan, host: str | None, source: Path, output: BatchOutput, names: Set[str]) -> None:
     pool = Pool([], plan.routing, names=names_of(on.most))
-    replicas = make(plan, on, pool, host)
-    job, running = Job(pool, replicas, output, names), set[asyncio.Task[None]]()
+    key = secrets.token_hex()  # nothing but this job may use its replicas, which listen on their nodes' addresses
+    replicas = make(plan, on, pool, host, Keyring.read(None, {}, digest_of(key)))
+    job, running = Job(pool, replicas, output, names, key), set[asyncio.Task[None]]()
     try:
         replicas.scale_to(on.most)
         await replicas.wait()
@@ -76,8 +78,9 @@ async def _settle(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
 class Job:
     """Sends lines to replicas, and writes their answers."""
 
-    def __init__(self, pool: Pool, replicas: Replicas, output: BatchOutput, names: Set[str]) -> None:
+    def __init__(self, pool: Pool, replicas: Replicas, output: BatchOutput, names: Set[str], key: str) -> None:
         self._pool, self._replicas, self._output, self._names = pool, replicas, output, names
+        self._headers = ((b"content-type", b"application/json"), (b"authorization", f"Bearer {key}".encode()))
 
     async def answer(self, number: int, custom_id: str, url: str, body: dict[str, Any]) -> None:
         """Answer a line."""
@@ -114,7 +117,7 @@ class Job:
                 continue
             backend, exchange = pool.backends[route.name], None
             try:
-                exchange = await backend.send("POST", url, _HEADERS, raw)
+                exchange = await backend.send("POST", url, self._headers, raw)
                 found = await exchange.read_all(_REPLY)
                 if not exchange.has_ended:
                     raise Lost(f"the reply has more than {_REPLY:,} bytes")

@@ -17,6 +17,7 @@ from chairlift.gateway.pool import Pool
 from chairlift.gateway.run import GatewayPlan, serve_pool
 from chairlift.routing.scaling import Scaling
 from chairlift.serving import logs
+from chairlift.serving.keys import Keyring
 from chairlift.serving.listening import allow_files
 from chairlift.serving.plan import Plan
 from chairlift.serving.server import read_keyring
@@ -53,7 +54,7 @@ async def _serve(plan: Plan, on: RayPlan, say: Callable[[str], None], host: str 
     if keyring is None and host is None:
         say("warning: the replicas can be reached at their nodes' addresses and no API keys are set: use --api-key")
     pool = Pool([], plan.routing, names=names_of(on.most))
-    replicas = make(plan, on, pool, host)
+    replicas = make(plan, on, pool, host, keyring)
     front = GatewayPlan(
         urls=[],
         routing=plan.routing,
@@ -100,14 +101,14 @@ def room_for(plan: Plan, on: RayPlan) -> int:
     return min(MOST, max(1, int(min(rooms))))
 
 
-def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None) -> Replicas:
+def make(plan: Plan, on: RayPlan, pool: Pool, host: str | None, keyring: Keyring | None) -> Replicas:
     """Return the replicas of a pool, none of which is started; they listen on `host`, or on their nodes' addresses."""
     need = need_of(plan, on, host)
     level = "warning" if plan.log_level == "info" else plan.log_level  # the gateway has a line for every request
     inner: Plan = msgspec.structs.replace(
         plan, keys=None, key_digest=None, certificate=None, private_key=None, log_level=level, tells_load=True
     )
-    job = Job(inner, read_keyring(plan), host, need.cpus)
+    job = Job(inner, keyring, host, need.cpus)
     return Replicas(pool, msgspec.json.encode(job), need, plan.grace)
 
 
