@@ -117,9 +117,16 @@ class Replicas:
             self._wanted.append(name)
             self._tasks[name] = asyncio.create_task(self._keep(name))
         while self.count > count:
-            task = asyncio.create_task(self._retire(self._wanted.pop()))
+            task = asyncio.create_task(self._retire(self._take_off()))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
+
+    def _take_off(self) -> str:
+        """Remove a name from those that should run: the last that does not work, or else the last."""
+        working = {backend.name for backend in self._pool.working}
+        name = next((each for each in reversed(self._wanted) if each not in working), self._wanted[-1])
+        self._wanted.remove(name)
+        return name
 
     async def close(self) -> None:
         """End all replicas."""

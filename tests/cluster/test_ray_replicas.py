@@ -1,0 +1,108 @@
+"""Which replicas on Ray are started, started again and ended, with actors that only pretend; no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'chairlift[ray]'")
+
+import msgspec
+import ray
+
+from chairlift.cluster.ray import replicas as module
+from chairlift.cluster.ray.replica import Ended
+from chairlift.cluster.ray.replicas import Need, Replicas, names_of
+from chairlift.gateway.pool import Pool
+
+pytestmark = pytest.mark.long  # importing ray takes seconds
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class Actor:
+    """A replica of which a test says when it starts and ends."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.started: asyncio.Future[str] = loop.create_future()
+        self.ended: asyncio.Future[bytes] = loop.create_future()
+        self.start, self.wait, self.stop = Remote(self._start), Remote(self._wait), Remote(self._stop)
+
+    async def _start(self, *given: Any) -> str:
+        return await self.started
+
+    async def _wait(self) -> bytes:
+        return await self.ended
+
+    async def _stop(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        if not self.started.done():
+            self.started.set_result("http://127.0.0.1:9")
+        if not self.ended.done():
+            self.ended.set_result(msgspec.json.encode(Ended("gone")))
+
+
+class Made(Need):
+    """Makes actors; `actors` are all that were made."""
+
+    actors: list[Actor] = []  # noqa: RUF012
+
+    def make(self) -> Any:
+        """Make one."""
+        self.actors.append(actor := Actor())
+
+        class Own:
+            replica, ranks = actor, ()
+
+            def kill(self) -> None:
+                actor.end()
+
+        return Own()
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Made, "actors", [])
+    monkeypatch.setattr(ray, "kill", lambda actor: actor.end())
+    monkeypatch.setattr(module, "_POLL", 0.01)
+
+
+def replicas_of(count: int) -> tuple[Pool, Replicas]:
+    pool = Pool([], "round-robin", names=names_of(count))
+    return pool, Replicas(pool, b"", Made({"CPU": 1.0}), 5.0)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_the_replica_that_does_not_work_is_ended_before_one_that_does() -> None:
+    """replica-0 was lost, and waits for a place that the cluster does not have while replica-1 runs."""
+
+    async def run() -> None:
+        pool, replicas = replicas_of(2)
+        replicas.scale_to(2)
+        await until(lambda: len(Made.actors) == 2)
+        lost, working = Made.actors
+        working.started.set_result("http://127.0.0.1:9")
+        await until(lambda: "replica-1" in pool.backends)
+        pool.mark(pool.backends["replica-1"], None)
+        replicas.scale_to(1)
+        await until(lost.started.done)
+        assert [each.name for each in pool.working] == ["replica-1"] and not working.ended.done()
+        await replicas.close()
+
+    asyncio.run(run())
