@@ -106,3 +106,31 @@ def test_the_replica_that_does_not_work_is_ended_before_one_that_does() -> None:
         await replicas.close()
 
     asyncio.run(run())
+
+
+def test_a_replica_that_is_lost_while_it_drains_is_ended_once_and_its_name_is_free() -> None:
+    async def run() -> None:
+        errors: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        pool, replicas = replicas_of(1)
+        replicas.scale_to(1)
+        await until(lambda: len(Made.actors) == 1)
+        Made.actors[0].started.set_result("http://127.0.0.1:9")
+        await until(lambda: "replica-0" in pool.backends)
+        pool.router.counts["replica-0"].sent = 1
+        replicas.scale_to(0)
+        Made.actors[0].end()
+        await until(lambda: "replica-0" not in pool.backends)
+        replicas.scale_to(1)
+        assert replicas.count == 0, "its requests have not ended, and the next replica would be ended with them"
+        pool.router.counts["replica-0"].aborted = 1
+        async with asyncio.timeout(5):
+            while replicas.count == 0:
+                replicas.scale_to(1)
+                await asyncio.sleep(0.01)
+        await until(lambda: len(Made.actors) == 2)
+        await asyncio.sleep(0.05)
+        assert not Made.actors[1].ended.done() and not errors
+        await replicas.close()
+
+    asyncio.run(run())

@@ -136,7 +136,7 @@ class Replicas:
             await asyncio.wait(self._retiring)
 
     async def _keep(self, name: str) -> None:
-        """Run a replica, again and again while it is wanted."""
+        """Run a replica, again and again while it is wanted; `_retire` waits for the end."""
         failures = 0
         while name in self._wanted:
             ended, has_worked = await self._run(name)
@@ -147,7 +147,6 @@ class Replicas:
                 self._refusal = ended.reason
             log.error("%s has ended and is restarted: %s", name, ended.reason)
             await asyncio.sleep(min(_LONGEST_PAUSE, 2.0**failures - 1))
-        del self._tasks[name]
 
     async def _run(self, name: str) -> tuple[Ended, bool]:
         """Run a replica until it ends; return how it ended, and whether it has served."""
@@ -197,7 +196,7 @@ class Replicas:
                 pass
             ray.kill(actor)
         await asyncio.wait([task])
-        self._tasks.pop(name, None)
+        del self._tasks[name]  # from here on another replica may have its name
 
 
 async def _first_end(actors: Actors) -> Ended:
