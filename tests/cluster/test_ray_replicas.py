@@ -134,3 +134,39 @@ def test_a_replica_that_is_lost_while_it_drains_is_ended_once_and_its_name_is_fr
         await replicas.close()
 
     asyncio.run(run())
+
+
+def test_a_replica_that_has_served_and_now_ends_at_once_is_started_again_ever_more_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def run() -> None:
+        pool, replicas = replicas_of(1)
+        sleep = asyncio.sleep
+
+        async def pause(seconds: float) -> None:
+            if seconds == 77:  # of the checks of servers
+                await sleep(3600)
+            pauses.append(seconds)
+            await sleep(0)
+
+        monkeypatch.setattr("chairlift.gateway.pool.PROBE_EVERY", 77)
+        monkeypatch.setattr(asyncio, "sleep", pause)
+        replicas.scale_to(1)
+        for count in range(1, 6):
+            while len(Made.actors) < count:
+                await sleep(0)
+            Made.actors[-1].started.set_result("http://127.0.0.1:9")
+            while "replica-0" not in pool.backends:
+                await sleep(0)
+            if count == 1:
+                pool.router.counts["replica-0"].finished = 1
+            Made.actors[-1].end()
+        while len(pauses) < 5:
+            await sleep(0)
+        monkeypatch.undo()
+        await replicas.close()
+
+    asyncio.run(run())
+    assert pauses[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]

@@ -150,16 +150,15 @@ class Replicas:
 
     async def _run(self, name: str) -> tuple[Ended, bool]:
         """Run a replica until it ends; return how it ended, and whether it has served."""
-        actors = self._need.make()
+        counts = self._pool.router.counts[name]  # of all replicas that have had the name
+        before, actors = counts.finished, self._need.make()
         self._actors[name] = actors.replica
-        backend: Backend | None = None
         try:
             starting = asyncio.ensure_future(self._start(actors))
             done, _ = await asyncio.wait([starting], timeout=_PATIENCE)
             if not done:
                 log.warning("%s waits for a place: `ray status` shows what the cluster lacks", name)
-            backend = Backend(await starting, name)
-            self._pool.add(backend)
+            self._pool.add(Backend(await starting, name))
             ended = await _first_end(actors)
         except RayError as error:
             ended = Ended(_cause(error))
@@ -167,7 +166,7 @@ class Replicas:
             del self._actors[name]
             self._pool.remove(name)
             actors.kill()
-        return ended, backend is not None and self._pool.router.counts[name].finished > 0
+        return ended, counts.finished > before
 
     async def _start(self, actors: Actors) -> str:
         """Start the ranks other than rank 0, then the server; return its URL."""
