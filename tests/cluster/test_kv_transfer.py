@@ -178,6 +178,20 @@ def test_a_receiver_that_is_gone_costs_no_more_than_a_moment(where: str, monkeyp
     assert outgoing.take_done() == ["a", "b", "c"] and time.monotonic() - begun < 5
 
 
+def test_a_receiver_that_is_silent_delays_steps_once_and_not_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for its connection; a receiver of another network may drop all packets."""
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(outgoing_module, "_RETRY", 0.1)
+    outgoing = Outgoing(KEY, "layout", SIZE, Engine().blocks)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        seconds = []
+        for name in "abc":
+            begun = time.monotonic()
+            outgoing.begin(name, f"tcp:127.0.0.1:{silent.getsockname()[1]}", "", b"")
+            seconds.append(time.monotonic() - begun)
+    assert seconds[0] >= 0.2 and max(seconds[1:]) < 0.1
+
+
 def test_a_receiver_that_does_not_read_holds_a_prompt_up_for_a_moment_only(
     where: str, few_slots: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,9 @@ from chairlift.execution.exchange import BlockExchange
 log = logging.getLogger("chairlift")
 
 _STALL = 1.0  # seconds to wait for free slots before a prompt's further blocks are given up; no step runs meanwhile
-_RETRY = 2.0  # seconds before a receiver that could not be reached is tried again
+# Seconds before a receiver that could not be reached is tried again, and the least multiple of the time that this took:
+# no step runs meanwhile.
+_RETRY, _RETRY_SHARE = 2.0, 10
 
 
 class Filled(NamedTuple):
@@ -199,7 +201,7 @@ class Outgoing:
     def __init__(self, key: bytes, layout: str, block_size: int, blocks: BlockExchange) -> None:
         self._key, self._layout, self._size, self._blocks = key, layout, block_size, blocks
         self._peers: dict[str, Peer] = {}
-        self._failed: dict[str, float] = {}  # when each receiver could not be reached
+        self._again: dict[str, float] = {}  # when each receiver that could not be reached may be tried again
         if key:
             nixl.is_usable()  # looked for now: it takes longer than a step
         self._transfers: dict[str, Transfer] = {}
@@ -224,15 +226,16 @@ class Outgoing:
         found = self._peers.get(address)
         if found is not None and not found.is_lost:
             return found
-        now = time.monotonic()
-        if now - self._failed.get(address, -_RETRY) < _RETRY:
+        begun = time.monotonic()
+        if begun < self._again.get(address, begun):
             return None
         try:
             self._peers[address] = Peer(address, self._key, self._layout, self._blocks, self)
             return self._peers[address]
         except (LinkError, RuntimeError) as error:
             log.warning("no KV can be sent: %s", error)
-            self._failed[address] = now
+            now = time.monotonic()
+            self._again[address] = now + max(_RETRY, _RETRY_SHARE * (now - begun))
             return None
 
     def __contains__(self, name: str) -> bool:
