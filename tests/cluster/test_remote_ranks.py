@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -14,9 +15,11 @@ import torch
 from on_ranks import answers, llm_on
 
 from chairlift import LLM, SamplingParams
+from chairlift.cluster.tensor_parallel.memory import Board, make_memory
 from chairlift.cluster.tensor_parallel.rank_host import RankHost
 from chairlift.cluster.tensor_parallel.ranks import Ranks
-from chairlift.cluster.tensor_parallel.remote import Remote
+from chairlift.cluster.tensor_parallel.remote import Remote, RemoteProcess
+from chairlift.cluster.tensor_parallel.watch import RankProcess, Watch
 from chairlift.core.errors import ChairliftError
 
 LOOPBACK, KEY = "127.0.0.1", "a key that the hosts know"
@@ -87,3 +90,25 @@ def test_what_does_not_prove_the_key_starts_nothing(host: RankHost, sent: bytes)
             while link.recv(1024):  # its random number, then the end
                 pass
     assert host.pid is None
+
+
+@pytest.mark.parametrize("number", [errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH])
+def test_a_host_that_is_gone_is_named_whatever_error_its_connection_ends_with(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that loses power closes nothing: after the last keep-alive, reading is an error of its own."""
+    near, far = socket.socketpair()
+    reports = os.dup(near.fileno())
+    read = os.read
+
+    def lost(descriptor: int, size: int) -> bytes:
+        if descriptor == reports:
+            raise OSError(number, os.strerror(number))
+        return read(descriptor, size)
+
+    monkeypatch.setattr(os, "read", lost)
+    far.close()
+    faults: list[str] = []
+    board = Board(make_memory(Board.size(2)), 0)
+    Watch([RankProcess(1, [], {}, [], reports, RemoteProcess(near))], board, faults.append).close()
+    assert faults == ["rank 1 of 2: its process or its host has ended"]

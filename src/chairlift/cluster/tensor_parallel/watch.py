@@ -165,7 +165,7 @@ class Watch:
         """Read a rank's reports; return whether its process still runs."""
         try:
             arrived = os.read(each.reports, 1 << 16)
-        except ConnectionError:  # of a rank on another host
+        except OSError:  # of the connection to a rank on another host
             return False
         if not arrived:
             return False
