@@ -264,3 +264,32 @@ def test_a_server_that_answers_with_something_else_costs_no_500(method: str, pat
             assert found.status_code in (200, 502) and found.json()
 
     asyncio.run(run())
+
+
+def test_a_refusal_is_passed_on_that_comes_before_the_server_has_read_the_body() -> None:
+    """As our server does: it refuses by the head, reads 1 MiB of the body for the client's sake, and closes."""
+    refusal = reply(413, b'{"error": "too large"}').replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_check = b" /ready " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(READY if is_check else refusal)
+        writer.write_eof()
+        left = 1 << 20
+        while left > 0 and (part := await reader.read(1 << 16)):
+            left -= len(part)
+        writer.transport.abort()
+
+    async def run() -> None:
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        pool = Pool([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], "round-robin")
+        await pool.open()
+        transport = httpx.ASGITransport(Gateway(pool, None, 16 << 20))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+            for _ in range(3):
+                found = await client.post("/v1/completions", content=b'{"prompt": "' + b"x" * (12 << 20) + b'"}')
+                assert (found.status_code, found.json()) == (413, {"error": "too large"})
+            assert not pool.trouble and pool.live == 0
+        await pool.close()
+        server.close()
+
+    asyncio.run(run())

@@ -64,20 +64,19 @@ class Exchange:
         self.has_ended = False
 
     async def send(self, method: str, target: str, headers: Headers, body: bytes) -> None:
-        """Send the request and receive the head of its reply, or raise Lost."""
+        """Send the request and receive the head of its reply, or raise Lost.
+
+        The reply may come before the whole request is sent: a server that refuses a request reads little of its body.
+        """
         parser = self.wire.parser
         request = h11.Request(method=method, target=target, headers=[*headers, (b"content-length", b"%d" % len(body))])
-        try:
-            head = parser.send(request)
-            assert head is not None
-            self.wire.writer.write(head + body)
-            parser.send(h11.Data(data=body))
-            parser.send(h11.EndOfMessage())
-            await self.wire.writer.drain()
-            while not isinstance(event := await self._event(), h11.Response):
-                pass  # 100 and other interim responses
-        except OSError as error:
-            raise Lost(f"the connection ended: {error}") from None
+        head = parser.send(request)
+        assert head is not None
+        self.wire.writer.write(head + body)
+        parser.send(h11.Data(data=body))
+        parser.send(h11.EndOfMessage())
+        while not isinstance(event := await self._event(), h11.Response):
+            pass  # 100 and other interim responses
         self.status, self.headers = event.status_code, event.headers.raw_items()
 
     async def read(self) -> bytes:
