@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
+from chairlift.core.plan import StepPlan
 from chairlift.core.prefix_cache import PrefixCache
 from chairlift.core.request import Request
 from chairlift.core.settings import SchedulingSettings
@@ -86,3 +87,12 @@ def test_both_devices_get_the_same_plans(overlap: bool, scheduling: dict[str, An
     simulated, real = (plans(each, overlap, **scheduling) for each in (True, False))
     assert len(real) > 100 and any(preempted for *_, preempted in real)
     assert simulated == real
+
+
+def test_an_empty_plan_has_every_column_for_itself() -> None:
+    plan, other = StepPlan(), StepPlan()
+    for each in fields(StepPlan):
+        found = getattr(plan, each.name)
+        assert found == (0 if each.name == "tokens" else [])
+        assert each.name == "tokens" or found is not getattr(other, each.name)
+    assert len({id(getattr(plan, each.name)) for each in fields(StepPlan)}) == len(fields(StepPlan))

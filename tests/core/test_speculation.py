@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -164,13 +165,21 @@ def test_times_follow_what_steps_take() -> None:
     assert all(times.seconds(n) <= times.seconds(n + 1) for n in range(1, 40))
 
 
+def planned(**columns: Any) -> StepPlan:
+    """Return a plan with these columns."""
+    plan = StepPlan()
+    for name, value in columns.items():
+        setattr(plan, name, value)
+    return plan
+
+
 def test_only_steps_without_prompts_teach_times() -> None:
     speculation = make(FREE)
     [one] = sequences(1)
-    prompt = StepPlan(sequences=[one], counts=[50], samples=[one], tokens=50)
+    prompt = planned(sequences=[one], counts=[50], samples=[one], tokens=50)
     speculation.observe_step(prompt, 90.0)
     assert speculation.times.seconds(1) == 1.0
-    speculation.observe_step(StepPlan(sequences=[one], counts=[3], samples=[one], tokens=3, drafts=[(0, [1, 2])]), 2.0)
+    speculation.observe_step(planned(sequences=[one], counts=[3], samples=[one], tokens=3, drafts=[(0, [1, 2])]), 2.0)
     assert speculation.times.seconds(1) > 1.0
 
 
@@ -181,7 +190,7 @@ def test_what_checks_of_a_draft_model_take_is_told_apart_from_what_its_passes_ta
     [one] = sequences(1)
     for number in range(1500):
         drafts = [1, 2, 3, 4, 5, 6][: 1 + number % 6]
-        step = StepPlan(sequences=[one], counts=[1], samples=[one], tokens=1 + len(drafts), drafts=[(0, drafts)])
+        step = planned(sequences=[one], counts=[1], samples=[one], tokens=1 + len(drafts), drafts=[(0, drafts)])
         speculation.observe_step(step, 1.0 + each + price * len(drafts))
     assert times.seconds(3) == 1.0
     assert speculation.check_overhead == pytest.approx(each, abs=0.03)

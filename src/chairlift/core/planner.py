@@ -83,7 +83,8 @@ class Planner:
             else:
                 self.blocked_by = "blocks"  # under memory pressure, admitting would only thrash
         self._admission.watermark.learn(len(step.preempted) > preempted)
-        step.placed += (each for each in moved if each.phase is Phase.RUNNING and each not in step.placed)
+        if moved:
+            step.placed += (each for each in moved if each.phase is Phase.RUNNING and each not in step.placed)
         return step
 
     def pause(self, now: float) -> float:

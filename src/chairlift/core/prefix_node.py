@@ -43,7 +43,7 @@ class Prefix:
 
     def __init__(self) -> None:
         self.path: list[Node] = []  # while it waits: the cached blocks found for it
-        self.key = b""  # its packed tokens
+        self.key = b""  # its packed tokens at the last lookup, until it is inserted beyond them
         self.cursor: Node | None = (
             None  # while it runs: the parent of its next full block; None: its blocks are not inserted
         )
@@ -73,6 +73,8 @@ def packed(tokens: list[int]) -> bytes:
 
 def common_tokens(a: bytes, b: bytes) -> int:
     """Return the number of common first tokens of two packed lists."""
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
+        return 0  # as of nearly all pairs that are compared
     most = min(len(a), len(b)) // TOKEN_BYTES
     return next(
         (
@@ -86,6 +88,8 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 def below(node: Node) -> Iterator[Node]:
     """Iterate over a node and its descendants, children before parents."""
+    if not node.children:
+        return iter((node,))  # as nearly always: leaves are evicted first
     stack, order = [node], []
     while stack:
         order.append(stack.pop())

@@ -100,7 +100,7 @@ class PrefixBinding:
         prefix.cursor = path[-1] if path else self.cache.root(salt)
         prefix.kept = len(path)
         prefix.is_private = False
-        prefix.path, prefix.key = [], b""
+        prefix.path = []
         rest = tokens[behind : min(behind + size, len(tokens) - 1)]
         if len(rest) * _PART < size or sequence.saved or not self._may_share(sequence):
             return None, 0
@@ -184,8 +184,12 @@ class PrefixBinding:
         if cache is None or node is None or full <= first:
             return
         tokens, blocks, others = sequence.tokens, sequence.tables[0].blocks, sequence.tables[1:]
+        width = cache.width
         for i in range(first, full):
-            chunk = cache.pack(*tokens[i * size : (i + 1) * size])
+            chunk = prefix.key[i * width : (i + 1) * width]
+            if len(chunk) < width:  # tokens behind those of the last lookup
+                prefix.key = b""
+                chunk = cache.pack(*tokens[i * size : (i + 1) * size])
             beside = _blocks_at(others, i) if others else ()
             found = None if prefix.is_private else cache.insert(node, chunk, blocks[i], beside)
             if found is None:  # another sequence inserted the same tokens first: the rest of this one stays private

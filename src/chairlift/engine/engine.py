@@ -81,7 +81,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended or any step is in flight."""
-        return self.scheduler.has_work or self._in_flight is not None or bool(self._late)
+        return self._in_flight is not None or self.scheduler.has_work or bool(self._late)
 
     @property
     def may_step_while_submitting(self) -> bool:
@@ -136,15 +136,16 @@ class Engine:
         plan = self.scheduler.plan(now)
         self.last_tokens = plan.tokens
         events, self._late = self._late, []
+        is_empty = not plan
         if early is not None:
             early.events[:0] = events
             events = []
-        launched = self._launch(plan, now, events) if plan else None
+        launched = None if is_empty else self._launch(plan, now, events)
         if self.overlap:
             awaited, self._in_flight = self._in_flight, launched
         else:
             awaited = self._choose(launched, events)
-        if plan or awaited or early is not None:
+        if not is_empty or awaited or early is not None:
             self._idle_plans = 0
         else:
             events += self._end_stuck(now)

@@ -56,11 +56,14 @@ class SimulatedDevice:
         for row, _, _, _, sampling in step.newcomers:
             self._last[row] = _last_position(sampling)
         seconds = self._cost.seconds(work_of(step)) if step.tokens else 0.0  # a step may only move blocks
-        moved = len(step.saved) + len(step.restored) + len(step.spilled) + len(step.loaded) + len(step.received)
-        seconds += moved * self._cost.block_copy
-        start = max(self._free_at, self._clock.now())
+        moves = step.saved, step.restored, step.spilled, step.loaded, step.received
+        if any(moves):
+            seconds += sum(map(len, moves)) * self._cost.block_copy
+        start = self._clock.now()
         if start > self._free_at + IDLE:
             seconds += self._wake
+        elif start < self._free_at:
+            start = self._free_at
         self._free_at = start + seconds
         self.busy += seconds
         return LaunchedStep(self._free_at, self._choose(step))

@@ -189,10 +189,9 @@ class Replica:
         tokens += [0] * (blocks.stop * size - len(tokens))
         self.engine.scheduler.memory.prefixes.exchange.arrived.append(Arrived("", packed(tokens), blocks.start, blocks))
 
-    def step(self) -> None:
-        """Run one step, and end the requests that are complete."""
-        if (pause := self.engine.pause) not in (0.0, inf):
-            self.clock.reach(self.clock.now() + pause)
+    def step(self, moment: float) -> None:
+        """Run one step at the moment at which it is ready, and end the requests that are complete."""
+        self.clock.reach(moment)
         outcome = self.engine.step()
         for event in outcome.events:
             if event.finish_reason is not None:

@@ -113,8 +113,10 @@ class Simulation:
         """Run requests, ordered by their times, to their ends; `advance` counts those that have arrived."""
         arrivals, transfers = iter(enumerate(queries)), self._transfers
         number, query = next(arrivals, (0, None))
-        while not self.outlook.is_broken_off:
-            replica = min(self.replicas, key=_ready_at) if len(self.replicas) > 1 else self.replicas[0]
+        is_single, replica, found = len(self.replicas) == 1, self.replicas[0], self.outlook
+        while not found.is_broken_off:
+            if not is_single:
+                replica = min(self.replicas, key=_ready_at)
             moment = replica.ready_at
             if transfers.waiting and transfers.next_at <= min(moment, inf if query is None else query.at):
                 transfers.deliver()
@@ -124,7 +126,7 @@ class Simulation:
                     advance(_TELL)
                 number, query = next(arrivals, (number + 1, None))
             elif moment < inf:
-                replica.step()
+                replica.step(moment)
             elif query is None and any(each.has_work for each in self.replicas):
                 for each in self.replicas:  # no request follows: a gate need not wait for more
                     each.engine.end_input()

@@ -27,11 +27,12 @@ class Histogram:
 
     def add(self, value: float, count: int = 1) -> None:
         """Count a value, several times if asked."""
-        bucket = int(log(max(value, _LEAST)) // _LOG)
+        bucket = int(log(value if value > _LEAST else _LEAST) // _LOG)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + count
         self.count += count
         self.total += value * count
-        self.most = max(self.most, value)
+        if value > self.most:
+            self.most = value
 
     @property
     def mean(self) -> float:
@@ -70,31 +71,42 @@ class Series:
         self._most = most
         self._sums: list[list[float]] = []  # of each interval: value times seconds, and the seconds
         self._last = 0.0
+        self._own: list[float] = []  # the sums of the interval that `_last` is in, and its end
+        self._end = 0.0
 
     def add(self, until: float, values: tuple[float, ...]) -> None:
         """Note the values since the last call."""
+        if self._last < until <= self._end:  # like most steps, within the interval of the one before
+            self._note(until, values)
+            return
         while self._last < until:
             place = int(self._last / self.interval + 1e-9)
             if place >= self._most:
                 self._halve()
                 continue
-            end = min(until, (place + 1) * self.interval)
-            span = end - self._last
-            if span <= 0:  # the next number above is the interval's end: no time is left in it
+            self._end = (place + 1) * self.interval
+            if self._end <= self._last:  # the next number above is the interval's end: no time is left in it
                 break
             while len(self._sums) <= place:
                 self._sums.append([0.0] * (len(self.names) + 1))
-            own = self._sums[place]
-            for column, value in enumerate(values):
+            self._own = self._sums[place]
+            self._note(min(until, self._end), values)
+
+    def _note(self, until: float, values: tuple[float, ...]) -> None:
+        """Add the values until a moment within the present interval."""
+        own, span = self._own, until - self._last
+        for column, value in enumerate(values):
+            if value:
                 own[column] += span * value
-            own[-1] += span
-            self._last = end
+        own[-1] += span
+        self._last = until
 
     def _halve(self) -> None:
         """Join pairs of intervals."""
         pairs = zip(self._sums[::2], [*self._sums[1::2], None], strict=False)
         self._sums = [a if b is None else [x + y for x, y in zip(a, b, strict=True)] for a, b in pairs]
         self.interval *= 2
+        self._end = 0.0  # it is looked up again
 
     def rows(self) -> list[dict[str, float]]:
         """Return each interval with its start and the means."""
