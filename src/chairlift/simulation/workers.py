@@ -60,18 +60,7 @@ def started(
 ) -> Iterator[Workers]:
     """Start worker processes, and end them with the block; the traffic is written to the folder."""
     file = folder / "traffic.json"
-    kept = [
-        [
-            each.prompt_tokens,
-            each.output_tokens,
-            each.at,
-            each.tenant,
-            list(each.blocks),
-            each.block_tokens,
-            each.endpoint,
-        ]
-        for each in queries
-    ]
+    kept = [{**asdict(each), "blocks": list(each.blocks)} for each in queries]
     known = [[bits, kv_dtype, asdict(shape)] for (bits, kv_dtype), shape in shapes.items()]
     file.write_text(json.dumps({"queries": kept, "shapes": known, "targets": dict(targets)}))
     command = [sys.executable, "-m", "chairlift.simulation.workers", str(file)]
@@ -88,10 +77,7 @@ def started(
 def main() -> None:
     """Simulate candidates until the input ends."""
     shared: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    queries = [
-        Query(prompt, output, at, tenant=tenant, blocks=blocks, block_tokens=size, endpoint=endpoint)
-        for prompt, output, at, tenant, blocks, size, endpoint in shared["queries"]
-    ]
+    queries = [Query(**fields) for fields in shared["queries"]]
     part = busiest(queries)
     shapes = {(bits, kv_dtype): Shape(**shape) for bits, kv_dtype, shape in shared["shapes"]}
     for line in sys.stdin:
