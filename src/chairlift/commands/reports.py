@@ -50,6 +50,8 @@ def check_files(*files: Path | None) -> None:
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise ChairliftError(f"{file} cannot be written: there is no such folder")
+        if file is not None and file.is_dir():
+            raise ChairliftError(f"{file} cannot be written: it is a folder; name a file")
 
 
 def check_picture(file: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,11 +70,11 @@ def read_traffic(
     demand = Demand(trace, requests, *lengths, seed, arrivals, number, burstiness, duration)
     if not is_generator(trace):
         found = make(demand).queries if trace in MIXES else demand.queries()
-        return Traffic(found, len(found))
+        return _some(found, len(found))
     expected = demand.count
     if expected is None and number is not None and duration is not None:
         expected = round(number * duration)
-    return Traffic(demand.stream(), expected)
+    return _some(demand.stream(), expected)
 
 
 def _recorded(
@@ -86,7 +87,16 @@ def _recorded(
     found = [replace(each, at=each.at / factor) for each in found] if factor else at_rate(found, rate)
     if duration is not None:
         found = [each for each in found if each.at < duration]
-    return Traffic(found, len(found))
+    return _some(found, len(found))
+
+
+def _some(queries: Iterable[Query], count: int | None) -> Traffic:
+    """Return requests, of which there must be one."""
+    found = iter(queries)
+    first = next(found, None)
+    if first is None:
+        raise ChairliftError("there is no request to simulate: give a longer --duration")
+    return Traffic(chain((first,), found), count)
 
 
 def read_rate(text: str | None) -> tuple[float | None, float | None]:
