@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from chairlift.cli import app
+from chairlift.commands.plan import tables
 from chairlift.core.errors import ChairliftError
-from chairlift.simulation.planning import Candidate, Verdict, busiest, replicas_needed
+from chairlift.costs.shape import shape_of
+from chairlift.simulation.planning import Candidate, Plan, Verdict, busiest, judge, replicas_needed
+from chairlift.simulation.workers import started
 from chairlift.traffic.query import Query
 
 ONE = Candidate("h200", 1, 16, "auto")
@@ -71,6 +76,10 @@ def test_the_command_finds_what_holds_and_what_does_not(tmp_path: Path) -> None:
     [
         ([], "no target"),
         (["--ttft-p99", "1s", "--price", "h200"], "--price is 'h200'"),
+        (["--ttft-p99", "1s", "--price", "h200=nan"], "--price is 'h200=nan'"),
+        (["--ttft-p99", "0"], "--ttft-p99 is 0"),
+        (["--tpot-p99", "nan"], "--tpot-p99 is nan"),
+        (["--ttft-p99", "1s", "--duration", "0"], "there is no request"),
         (["--ttft-p99", "1s", "--tensor-parallel", "two"], "--tensor-parallel is 'two'"),
         (["--ttft-p99", "1s", "--hardware", "abacus"], "no hardware 'abacus'"),
         (["--ttft-p99", "1s", "--kv-dtype", "fp3"], "--kv-dtype is 'fp3'"),
@@ -79,3 +88,23 @@ def test_the_command_finds_what_holds_and_what_does_not(tmp_path: Path) -> None:
 def test_wrong_options_of_a_plan_are_one_line(tmp_path: Path, options: list[str], why: str) -> None:
     result = run(tmp_path, *options)
     assert isinstance(result.exception, ChairliftError) and why in str(result.exception)
+
+
+def test_workers_simulate_the_whole_requests(tmp_path: Path) -> None:
+    queries = [Query([7] * 300 + [number], 4, 5.0 * number, priority=number) for number in range(4)]
+    shapes = {(16, "auto"): shape_of("stories15m")}
+    candidate = Candidate("l40s", 1, 16, "auto")
+    with started(1, tmp_path, queries, shapes, {"ttft": 1.0}) as workers:
+        found = workers.check(True, candidate).summary
+    assert found["cached_tokens"] == judge(shapes, {"ttft": 1.0}, queries, candidate).summary["cached_tokens"] > 0
+
+
+def test_what_cannot_be_measured_is_named_or_left_out() -> None:
+    candidate = Candidate("l40s", 1, 16, "auto")
+    shapes = {(16, "auto"): shape_of("stories15m")}
+    short = judge(shapes, {"tpot": 0.1}, [Query(20, 1)], candidate)  # no answer has a second token
+    rejected = judge(shapes, {"ttft": 1.0}, [Query(20, 1), Query(10**6, 1)], candidate, to_the_end=True)
+    out = Console(width=160, file=StringIO())
+    out.print(tables(Plan([short], [rejected], []), "stories15m", "trace", lambda each: 1.0))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 request rejected: longer than" in text and "inf" not in text

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ from chairlift.commands.reports import (
 )
 from chairlift.commands.traffic import Arrivals, Duration, Rate, Trace, read_traffic
 from chairlift.core.errors import ChairliftError
+from chairlift.core.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -88,6 +90,9 @@ def plan(
     wanted = {name: limit for name, limit in targets.items() if limit is not None}
     if not wanted:
         raise ChairliftError("there is no target to hold: give --ttft-p99 1s, --tpot-p99 50ms or --e2e-p99 10s")
+    for name, limit in wanted.items():
+        if not 0 < limit < inf:
+            raise ChairliftError(f"--{name}-p99 is {limit:g}: use a time above 0, such as 1s or 50ms")
     check_files(json_file, plot)
     if plot is not None and plot.suffix != ".svg":
         raise ChairliftError(f"--plot is {plot}, and capacity curves are drawn as SVG: use a name that ends in .svg")
@@ -116,7 +121,7 @@ def plan(
         ThreadPoolExecutor(count) as threads,
         progress_bar(2 * len(found)) as (notice, advance),
     ):
-        notice(f"simulating {len(found)} placements of {model}")
+        notice(f"simulating {counted(len(found), 'placement')} of {model}")
         made = search(found, workers.check, cost, wanted, threads, advance)
         busy = rate_of(busiest(queries))
         curves = {}
@@ -156,7 +161,7 @@ def read_prices(texts: list[str]) -> dict[str, float]:
             found[name] = float(amount)
         except ValueError:
             found[name] = -1.0
-        if name not in _PRICES or found[name] < 0:
+        if name not in _PRICES or not 0 <= found[name] < inf:
             raise ChairliftError(f"--price is {text!r}: use a chip and its price, such as h200=3.5")
     return found
 
@@ -172,7 +177,7 @@ def tables(made: Plan, model: str, trace: str, cost: Any) -> Group:
             verdict.candidate.command(model),
             f"{verdict.candidate.devices} {verdict.candidate.hardware}",
             f"{cost(verdict.candidate):.2f}",
-            *(f"{verdict.summary['ms'][name]['p99']:,.0f}" for name in verdict.strain),
+            *(_p99(verdict, name) for name in verdict.strain),
             f"{verdict.summary['busy']:.0%}",
         )
         for verdict in made.holding
@@ -225,12 +230,18 @@ def _describe(verdict: Verdict) -> str:
     return placed + chosen + split
 
 
+def _p99(verdict: Verdict, name: str) -> str:
+    """Return a latency of an answer; empty if no answer has it, as TPOT if all have one token."""
+    found = verdict.summary["ms"].get(name)
+    return f"{found['p99']:,.0f}" if found else ""
+
+
 def _reason(verdict: Verdict) -> str:
     name = verdict.breaks_first
-    found = verdict.summary["ms"].get(name)
-    if found is None:
-        return "requests are rejected: they are longer than the KV cache"
-    return f"{_LABELS[name]} p99 is {found['p99']:,.0f} ms, {verdict.strain[name]:.1f}x of its target"
+    if not isfinite(verdict.strain[name]):
+        rejected = verdict.summary["requests"]["rejected"]
+        return f"{counted(rejected, 'request')} rejected: longer than the model's context or the KV cache"
+    return f"{_LABELS[name]} p99 is {_p99(verdict, name)} ms, {verdict.strain[name]:.1f}x of its target"
 
 
 def _numbers_of(made: Plan, model: str, cost: Any) -> dict[str, Any]:
@@ -241,7 +252,7 @@ def _numbers_of(made: Plan, model: str, cost: Any) -> dict[str, Any]:
             "hardware": each.hardware,
             "devices": each.devices,
             "price": cost(each),
-            "strain": verdict.strain,
+            "strain": {name: share if isfinite(share) else None for name, share in verdict.strain.items()},
             "summary": verdict.summary,
         }
 
