@@ -17,6 +17,7 @@ from chairlift.cli import app
 from chairlift.core.cost import Cost, Work, pairs_of
 from chairlift.core.errors import ChairliftError
 from chairlift.core.limits import Limits
+from chairlift.core.plan import StepPlan
 from chairlift.core.settings import Settings
 from chairlift.costs.hardware import CHIPS, cost_of, kv_tokens
 from chairlift.costs.shape import shape_of
@@ -142,6 +143,8 @@ def test_the_command_prints_tables_and_writes_numbers(tmp_path: Path) -> None:
         (["--rate", "fast"], "--rate is 'fast'"),
         (["--target", "speed:3"], "'speed:3' is not a goodput target"),
         (["--model", "nothing"], "no config"),
+        (["--duration", "0"], "there is no request"),
+        (["--json", "."], "it is a folder"),
     ],
 )
 def test_wrong_options_are_one_line(tmp_path: Path, options: list[str], why: str) -> None:
@@ -154,3 +157,38 @@ def test_wrong_options_are_one_line(tmp_path: Path, options: list[str], why: str
     trace.write_text('{"timestamp": 0}')
     result = CliRunner().invoke(app, ["simulate", str(trace)])
     assert "line 1, is not a valid arrival" in str(result.exception)
+
+
+def hardware(overlap: bool = False, step_tokens: int = 256) -> Hardware:
+    return Hardware(COST, Limits(16, step_tokens, 4096, 1), 8192, 16, overlap)
+
+
+def test_goodput_counts_good_requests_beside_rejected_ones() -> None:
+    queries = [Query(100_000 if number % 2 else 20, 4, float(number)) for number in range(10)]
+    summary = Simulation(hardware(), Settings(), targets={"e2e": 60.0}).run(queries).summary()
+    assert summary["requests"] == {"finished": 5, "rejected": 5}
+    assert summary["good"] == 0.5
+    assert summary["good_s"] == pytest.approx(summary["requests_s"])
+
+
+def test_a_device_is_busy_until_the_last_token_and_not_beyond_it() -> None:
+    assert simulated([Query(20, 3)], overlap=True).summary()["busy"] == pytest.approx(1.0)
+
+
+def test_a_computed_prompt_is_no_work_for_its_replica_any_more() -> None:
+    queries = [Query(3000, 400), *(Query(20, 400, 1.5 + number / 1e6) for number in range(8))]
+    simulation = Simulation(hardware(step_tokens=4096), Settings(), replicas=2, routing="least-loaded")
+    placed = [0, 0]
+
+    def see(number: int, plan: StepPlan, *_: object) -> None:
+        placed[number] += len(plan.placed)
+
+    simulation.on_step = see
+    simulation.run(queries)
+    assert sorted(placed) == [4, 5]
+
+
+def test_prompts_of_equal_tokens_are_routed_to_the_replica_that_has_them() -> None:
+    prefixes = [[7] * 192, [8] * 192]
+    queries = [Query([*prefixes[number % 3 == 0], number], 2, 20.0 * number) for number in range(12)]
+    assert simulated(queries, replicas=2).cached_tokens == 10 * 192

@@ -181,8 +181,7 @@ def tables(summary: dict[str, Any]) -> Group:
     ]
     if summary["targets_ms"]:
         limits = ", ".join(f"{_LABELS[name]} {limit:g} ms" for name, limit in summary["targets_ms"].items())
-        good = summary["good"]
-        rows.append((f"goodput, requests/s (within {limits})", f"{good * summary['requests_s']:,.2f} ({good:.2%})"))
+        rows.append((f"goodput, requests/s (within {limits})", f"{summary['good_s']:,.2f} ({summary['good']:.2%})"))
     times = [(_LABELS[name], *(f"{value:,.1f}" for value in found.values())) for name, found in summary["ms"].items()]
     head = f"{summary['model']} on {counted(summary['devices'], summary['hardware'])}, simulated: {summary['trace']}"
     note = f"{counted(summary['steps'], 'step')} in {summary['took']:.1f} s; step times are predicted, not measured"

@@ -47,7 +47,7 @@ class SimulatedDevice:
         self._cost = cost
         self._wake = wake
         self._clock = clock
-        self._free_at = 0.0
+        self.free_at = 0.0  # when the last step ends
         self._last = [0] * rows  # position of each row's last token
         self.busy = 0.0  # seconds of all steps
 
@@ -60,13 +60,13 @@ class SimulatedDevice:
         if any(moves):
             seconds += sum(map(len, moves)) * self._cost.block_copy
         start = self._clock.now()
-        if start > self._free_at + IDLE:
+        if start > self.free_at + IDLE:
             seconds += self._wake
-        elif start < self._free_at:
-            start = self._free_at
-        self._free_at = start + seconds
+        elif start < self.free_at:
+            start = self.free_at
+        self.free_at = start + seconds
         self.busy += seconds
-        return LaunchedStep(self._free_at, self._choose(step))
+        return LaunchedStep(self.free_at, self._choose(step))
 
     def _choose(self, step: Step) -> list[int]:
         """Return the token of each sample."""

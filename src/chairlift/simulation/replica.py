@@ -124,6 +124,7 @@ class Replica:
         self.engine = Engine(scheduler, self.device, self.clock, overlap=hardware.overlap)
         self.engine.on_step = self._see
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
+        self.on_first: Callable[[Life], None] = lambda life: None  # called at a request's first token
         self._on_end = on_end
         self._lives: dict[str, Life] = {}
         self._prompts: dict[str, Prompt] = {}  # for other replicas
@@ -212,6 +213,7 @@ class Replica:
                     self._unstarted.discard(id)
                     if (life := self._lives.get(id)) is not None:  # None: it ended while this step was in flight
                         life.first = min(life.first, now)
+                        self.on_first(life)
         if self._prompts:
             self._send(plan)
         if self.on_step is not None:

@@ -17,6 +17,7 @@ from chairlift.core.settings import Settings
 from chairlift.engine.record_file import RecordFile
 from chairlift.routing.policies import Ask
 from chairlift.routing.pools import Pools, Role
+from chairlift.routing.prefixes import chain_of_tokens
 from chairlift.routing.router import Route, Router
 from chairlift.simulation.replica import Hardware, Life, Prompt, Replica
 from chairlift.simulation.statistics import Histogram, Series
@@ -67,6 +68,7 @@ class Outlook:
             "busy": self.busy / seconds / max(1, len(self.series)),
             "peak_concurrency": self.peak,
             "sent_bytes": self.sent_bytes,
+            "good_s": self.good / seconds,
             "good": self.good / max(1, self.finished + self.rejected),
             "ms": {name: found.summary(1000) for name, found in self.times.items() if found.count},
         }
@@ -101,7 +103,7 @@ class Simulation:
         self.on_step: Callable[[int, StepPlan, float, float, dict[str, float]], None] | None = None
         self.on_end: Callable[[int, Life], None] | None = None
         for number, replica in enumerate(self.replicas):
-            replica.on_step = self._watch(number)
+            replica.on_step, replica.on_first = self._watch(number), self._start
 
     def record(self, file: RecordFile, model: str) -> None:
         """Write the replicas' steps to a file, for the live page."""
@@ -144,7 +146,7 @@ class Simulation:
         if self._router is None:
             self.replicas[0].submit(number, query)
             return
-        ask = Ask(query.prompt_tokens, query.blocks or (-number,), query.tenant, query.block_tokens)
+        ask = _ask(number, query)
         route = self._pools.decoding(ask, self._router, ())
         assert route is not None, "no simulated replica is ejected"
         self._routes[number] = route
@@ -188,6 +190,11 @@ class Simulation:
 
         return see
 
+    def _start(self, life: Life) -> None:
+        """Note a first token: the prompt is no work for its replica any more."""
+        if (route := self._routes.get(life.number)) is not None:
+            route.started()
+
     def _end(self, number: int, life: Life) -> None:
         """Count a request that has ended at a replica."""
         found = self.outlook
@@ -218,8 +225,16 @@ class Simulation:
         for end in self._recordings:
             end()
         for replica in self.replicas:
-            self.outlook.busy += replica.device.busy
+            # Overlapped, a step is on the device when the last token is known: it is no part of `seconds`.
+            self.outlook.busy += replica.device.busy - max(0.0, replica.device.free_at - self.outlook.seconds)
             self.outlook.cached_tokens += replica.engine.scheduler.counters.cached_tokens
+
+
+def _ask(number: int, query: Query) -> Ask:
+    """Return a request as the server's router sees it."""
+    if isinstance(query.prompt, list):
+        return Ask(query.prompt_tokens, chain_of_tokens(query.prompt), query.tenant)
+    return Ask(query.prompt_tokens, query.blocks or (-number,), query.tenant, query.block_tokens)
 
 
 def _ready_at(replica: Replica) -> float:
