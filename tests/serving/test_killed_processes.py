@@ -59,7 +59,15 @@ def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_mode
             with ExitStack() as stack:
                 for _ in range(24):
                     stack.enter_context(connected(server)).sendall(stream)
-                server.wait_until(lambda: server.metric("num_requests_running") > 10, 60)
+
+                def is_loaded(stack: ExitStack = stack) -> bool:
+                    """Whether enough streams run; one more is sent for one that was refused without an engine."""
+                    if server.metric("num_requests_running") > 10:
+                        return True
+                    stack.enter_context(connected(server)).sendall(stream)
+                    return False
+
+                server.wait_until(is_loaded, 60)
                 os.kill(server.engine_pid() if number % 2 else server.child("http_process"), signal.SIGKILL)
                 server.wait_until(server.is_healthy, 60)
             server.wait_until(server.is_idle, 60)
