@@ -23,7 +23,7 @@ from chairlift.costs.hardware import CHIPS, cost_of, kv_tokens
 from chairlift.costs.shape import shape_of
 from chairlift.report.numbers import percentile
 from chairlift.simulation.replica import Hardware
-from chairlift.simulation.run import Outlook, Simulation
+from chairlift.simulation.run import SERIES, Outlook, Simulation
 from chairlift.simulation.statistics import Histogram, Series
 from chairlift.traffic.query import Query
 
@@ -173,6 +173,15 @@ def test_goodput_counts_good_requests_beside_rejected_ones() -> None:
 
 def test_a_device_is_busy_until_the_last_token_and_not_beyond_it() -> None:
     assert simulated([Query(20, 3)], overlap=True).summary()["busy"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nothing_runs_between_two_requests_far_apart(overlap: bool, replicas: int) -> None:
+    found = simulated([Query(20, 3), Query(20, 3, at=100.0)], replicas, overlap=overlap)
+    rows = [row for series in found.series for row in series.rows()]
+    assert max(row["running"] for row in rows) > 0
+    assert all(row[name] == 0 for row in rows if 1 <= row["at"] < 99 for name in SERIES)
 
 
 def test_a_computed_prompt_is_no_work_for_its_replica_any_more() -> None:

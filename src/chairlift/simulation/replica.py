@@ -125,6 +125,7 @@ class Replica:
         self.engine.on_step = self._see
         self.on_step: Callable[[StepPlan, float, float], None] | None = None
         self.on_first: Callable[[Life], None] = lambda life: None  # called at a request's first token
+        self.on_idle: Callable[[float], None] = lambda until: None  # called at an arrival that ends an idle time
         self._on_end = on_end
         self._lives: dict[str, Life] = {}
         self._prompts: dict[str, Prompt] = {}  # for other replicas
@@ -156,8 +157,7 @@ class Replica:
 
     def receive(self, life: Life, now: float, prefilled: int = 0) -> None:
         """Queue a request that arrives at `now`; another replica has computed `prefilled` of its prompt tokens."""
-        if not self.engine.has_work:
-            self.clock.reach(now)
+        self._wake(now)
         request = make_request(life.number, life.query, self.limits, prefilled)
         try:
             self.engine.submit(request)
@@ -170,8 +170,7 @@ class Replica:
     def compute(self, prompt: Prompt) -> None:
         """Queue a prompt that is computed for another replica, padded to whole blocks as in the server."""
         query = prompt.query
-        if not self.engine.has_work:
-            self.clock.reach(query.at)
+        self._wake(query.at)
         filler = -query.prompt_tokens % self.engine.scheduler.pool.block_size
         request = make_request(prompt.number, replace(query, output_tokens=1), self.limits)
         if query.prompt_tokens + filler < self.limits.max_length:
@@ -197,6 +196,12 @@ class Replica:
         for event in outcome.events:
             if event.finish_reason is not None:
                 self._end(event.sequence.request.id, event.finish_reason, len(event.sequence.tokens), event.error)
+
+    def _wake(self, now: float) -> None:
+        """Advance the clock of an idle replica to an arrival."""
+        if not self.engine.has_work:
+            self.clock.reach(now)
+            self.on_idle(self.clock.now())
 
     def _see(self, plan: StepPlan, begun: float, seconds: float) -> None:
         """Note the requests that a collected step began, and their first tokens."""

@@ -104,6 +104,7 @@ class Simulation:
         self.on_end: Callable[[int, Life], None] | None = None
         for number, replica in enumerate(self.replicas):
             replica.on_step, replica.on_first = self._watch(number), self._start
+            replica.on_idle = partial(self.outlook.series[number].add, values=(0,) * len(SERIES))
 
     def record(self, file: RecordFile, model: str) -> None:
         """Write the replicas' steps to a file, for the live page."""
