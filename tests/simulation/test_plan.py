@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from chairlift.cli import app
 from chairlift.commands.plan import tables
 from chairlift.core.errors import ChairliftError
-from chairlift.costs.shape import shape_of
+from chairlift.costs.shape import ranks_of, shape_of
 from chairlift.simulation.planning import Candidate, Plan, Verdict, busiest, judge, replicas_needed
 from chairlift.simulation.workers import started
 from chairlift.traffic.query import Query
@@ -81,6 +81,7 @@ def test_the_command_finds_what_holds_and_what_does_not(tmp_path: Path) -> None:
         (["--tpot-p99", "nan"], "--tpot-p99 is nan"),
         (["--ttft-p99", "1s", "--duration", "0"], "there is no request"),
         (["--ttft-p99", "1s", "--tensor-parallel", "two"], "--tensor-parallel is 'two'"),
+        (["--ttft-p99", "1s", "--tensor-parallel", "3,5"], "--tensor-parallel is 3, which does not divide 32 heads"),
         (["--ttft-p99", "1s", "--hardware", "abacus"], "no hardware 'abacus'"),
         (["--ttft-p99", "1s", "--kv-dtype", "fp3"], "--kv-dtype is 'fp3'"),
     ],
@@ -88,6 +89,11 @@ def test_the_command_finds_what_holds_and_what_does_not(tmp_path: Path) -> None:
 def test_wrong_options_of_a_plan_are_one_line(tmp_path: Path, options: list[str], why: str) -> None:
     result = run(tmp_path, *options)
     assert isinstance(result.exception, ChairliftError) and why in str(result.exception)
+
+
+def test_ranks_that_serve_refuses_are_left_out() -> None:
+    assert ranks_of("llama-3.1-8b", [1, 2, 3, 4, 16]) == [1, 2, 4, 16]
+    assert ranks_of("smollm2-135m", [1, 2, 3, 4, 8]) == [1, 3]
 
 
 def test_workers_simulate_the_whole_requests(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_the_command_prints_tables_and_writes_numbers(tmp_path: Path) -> None:
     ("options", "why"),
     [
         (["--hardware", "abacus"], "no hardware 'abacus'"),
+        (["--tensor-parallel", "3"], "--tensor-parallel is 3, which does not divide 32 heads over 8 KV heads"),
         (["--rate", "fast"], "--rate is 'fast'"),
         (["--target", "speed:3"], "'speed:3' is not a goodput target"),
         (["--model", "nothing"], "no config"),

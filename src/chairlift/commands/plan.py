@@ -82,7 +82,7 @@ def plan(
     It tries chips, devices per copy, formats, policies and replicas, on all cores, and prints ready command lines.
     """
     from chairlift.core.settings import Settings
-    from chairlift.costs.shape import shape_of
+    from chairlift.costs.shape import ranks_of, shape_of
     from chairlift.simulation.planning import busiest, candidates, capacity_curve, rate_of, search
     from chairlift.simulation.workers import started
 
@@ -107,7 +107,8 @@ def plan(
     for kind in kv_dtype.split(","):
         Settings.of(kv_dtype=kind)  # an unknown one is refused here, before a process is started
     names = hardware.split(",")
-    found = list(candidates(shapes, names, _numbers("tensor-parallel", tensor_parallel, range(1, 65))))
+    ranks = ranks_of(model, _numbers("tensor-parallel", tensor_parallel, range(1, 65)))
+    found = list(candidates(shapes, names, ranks))
     if not found:
         raise ChairliftError(f"{model} fits on none of {hardware} with --tensor-parallel {tensor_parallel}: allow more")
 

@@ -99,7 +99,7 @@ def simulate(
     from chairlift.bench.serve_report import read_targets
     from chairlift.core.settings import Settings
     from chairlift.costs.hardware import chip
-    from chairlift.costs.shape import shape_of
+    from chairlift.costs.shape import ranks_of, shape_of
     from chairlift.engine.record_file import RecordFile
     from chairlift.routing.pools import roles_of
     from chairlift.simulation.html import report
@@ -116,6 +116,7 @@ def simulate(
         made = Hardware.read(Path(hardware), chosen)
     else:
         shape = shape_of(model, int(weight_bits), chosen.cache.kv_dtype)
+        ranks_of(model, [tensor_parallel])
         made = Hardware.of(shape, chip(hardware), chosen, tensor_parallel)
     if kv_link is not None:
         if not kv_link > 0:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chairlift.costs.hardware import Shape
+from chairlift.models.config import ModelConfig
+from chairlift.models.division import divides, of_one_rank
 from chairlift.models.families import outline, read_config
 from chairlift.models.shapes import config_alone
 from chairlift.ops.kv_quant import KV_DTYPES
@@ -12,7 +16,7 @@ _FORMATS = {16: "none", 8: "fp8", 4: "int4"}  # the setting `quantization` by th
 
 def shape_of(model: str, bits: int = 16, kv_dtype: str = "auto") -> Shape:
     """Return the shape of a model by its name or its config, with the layers' weights in 16 bits, fp8 or int4."""
-    config = read_config(config_alone(model), "auto", "cuda", file=model, quantization=_FORMATS[bits])
+    config = _config(model, bits)
     decoder, _ = outline(config)
     return Shape(
         layers=config.layers,
@@ -25,3 +29,16 @@ def shape_of(model: str, bits: int = 16, kv_dtype: str = "auto") -> Shape:
         max_length=config.max_length,
         kv_bytes=decoder.kv_bytes_per_token(KV_DTYPES.get(kv_dtype, config.dtype)),
     )
+
+
+def ranks_of(model: str, counts: Sequence[int]) -> list[int]:
+    """Return those of `counts` over whose ranks a model can be divided; the server's SettingsError if there is none."""
+    config = _config(model)
+    found = [count for count in counts if divides(config, count)]
+    if not found:
+        of_one_rank(config, counts[0])  # raises
+    return found
+
+
+def _config(model: str, bits: int = 16) -> ModelConfig:
+    return read_config(config_alone(model), "auto", "cuda", file=model, quantization=_FORMATS[bits])
