@@ -69,6 +69,8 @@ def test_settings_change_measured_hardware_and_other_files_are_refused(tmp_path:
     file.write_text(json.dumps({"shape": "x"}))
     with pytest.raises(ChairliftError, match="has no step times: write it with `chairlift profile"):
         Hardware.read(file, Settings.of())
+    with pytest.raises(ChairliftError, match="there is no file"):
+        Hardware.read(tmp_path / "none.json", Settings.of())
     hardware = {
         "cost": {"fixed": 0.001, "token": 0.0001},
         "limits": {"max_sequences": 8, "step_tokens": 64, "max_length": 256, "vocab_size": 100},
@@ -78,6 +80,7 @@ def test_settings_change_measured_hardware_and_other_files_are_refused(tmp_path:
         "host_tokens": 0,
     }
     file.write_text(json.dumps({"hardware": hardware}))
-    found = Hardware.read(file, Settings.of(max_sequences=4, kv_tokens=512, overlap=False))
-    assert (found.limits.max_sequences, found.limits.step_tokens) == (4, 64)
-    assert (found.kv_tokens, found.block_size, found.overlap) == (512, 16, False)
+    found = Hardware.read(file, Settings.of(max_sequences=4, kv_tokens=128, overlap=False, host_tokens=64))
+    assert (found.limits.max_sequences, found.limits.step_tokens, found.limits.max_length) == (4, 64, 128)
+    assert (found.kv_tokens, found.block_size, found.overlap, found.host_tokens) == (128, 16, False, 64)
+    assert Hardware.read(file, Settings.of()).limits.max_length == 256

@@ -11,7 +11,7 @@ from typing import Any
 from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.blocks import BlockPool
 from chairlift.core.cost import Cost
-from chairlift.core.errors import ChairliftError, RequestError
+from chairlift.core.errors import ChairliftError, ModelError, RequestError
 from chairlift.core.exchange import Arrived
 from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
@@ -69,19 +69,21 @@ class Hardware:
             numbers["curve"] = tuple((tokens, seconds) for tokens, seconds in numbers.get("curve", ()))
             cost, limits = Cost(**numbers), Limits(**found.pop("limits"))
             made = Hardware(cost, limits, **found)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise ChairliftError(
-                f"{path} has no step times: write it with `chairlift profile --out {path}` on the machine"
-            ) from None
+        except (ModelError, KeyError, TypeError, ValueError, AttributeError):
+            what = f"{path} has no step times" if path.exists() else f"there is no file {path}"
+            raise ChairliftError(f"{what}: write it with `chairlift profile --out {path}` on the machine") from None
         wanted, cache = settings.scheduling, settings.cache
+        room = cache.kv_tokens or made.kv_tokens
         limits = replace(
             limits,
             max_sequences=wanted.max_sequences or limits.max_sequences,
             step_tokens=wanted.step_tokens or limits.step_tokens,
+            max_length=min(limits.max_length, room),
         )
         overlap = made.overlap if wanted.overlap is None else wanted.overlap
-        size, room = cache.block_size or made.block_size, cache.kv_tokens or made.kv_tokens
-        return replace(made, limits=limits, kv_tokens=room, block_size=size, overlap=overlap)
+        host = made.host_tokens if cache.host_tokens is None else cache.host_tokens
+        size = cache.block_size or made.block_size
+        return replace(made, limits=limits, kv_tokens=room, block_size=size, overlap=overlap, host_tokens=host)
 
 
 @dataclass(slots=True)
