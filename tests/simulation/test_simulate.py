@@ -141,6 +141,7 @@ def test_the_command_prints_tables_and_writes_numbers(tmp_path: Path) -> None:
     [
         (["--hardware", "abacus"], "no hardware 'abacus'"),
         (["--tensor-parallel", "3"], "--tensor-parallel is 3, which does not divide 32 heads over 8 KV heads"),
+        (["--kv-link", "10"], "add --role prefill=1,decode=1"),
         (["--rate", "fast"], "--rate is 'fast'"),
         (["--target", "speed:3"], "'speed:3' is not a goodput target"),
         (["--model", "nothing"], "no config"),
@@ -158,6 +159,17 @@ def test_wrong_options_are_one_line(tmp_path: Path, options: list[str], why: str
     trace.write_text('{"timestamp": 0}')
     result = CliRunner().invoke(app, ["simulate", str(trace)])
     assert "line 1, is not a valid arrival" in str(result.exception)
+
+
+def test_a_profile_is_of_one_model_as_it_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"shape": "stories15m", "hardware": hardware().plain()}))
+    command = ["simulate", "uniform", "--requests", "4", "--hardware", str(file)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "stories15m on 1" in result.output
+    for flag, value in (("model", "stories15m"), ("tensor-parallel", "2"), ("weight-bits", "4"), ("kv-dtype", "fp8")):
+        result = CliRunner().invoke(app, [*command, f"--{flag}", value])
+        assert f"--{flag} is {value}, and {file} has the step times of one model" in str(result.exception)
 
 
 def hardware(overlap: bool = False, step_tokens: int = 256) -> Hardware:

@@ -29,14 +29,23 @@ from chairlift.core.errors import ChairliftError
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from chairlift.core.settings import Settings
+    from chairlift.simulation.replica import Hardware
+
+DEFAULT_SHAPE = "llama-3.1-8b"
 _LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "step": "step, weighted by its tokens"}
 
 
 def simulate(
     trace: Trace,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="A model's shape, or a folder with a config.json; no weights are read.")
-    ] = "llama-3.1-8b",
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model's shape, or a folder with a config.json; no weights are read (default: llama-3.1-8b).",
+        ),
+    ] = None,
     hardware: Annotated[
         str, typer.Option(help="a100, h100, h200, b200, l40s, mi300x, or a file of `chairlift profile`.")
     ] = "h200",
@@ -61,8 +70,12 @@ def simulate(
         Literal["cache-aware", "least-loaded", "session", "round-robin"],
         typer.Option(help="How requests are divided among replicas."),
     ] = "cache-aware",
-    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each copy of the model.", min=1)] = 1,
-    weight_bits: Annotated[Literal["16", "8", "4"], typer.Option(help="Bits of each weight.")] = "16",
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Devices that share each copy of the model (default: 1).", min=1)
+    ] = None,
+    weight_bits: Annotated[
+        Literal["16", "8", "4"] | None, typer.Option(help="Bits of each weight (default: 16).")
+    ] = None,
     rate: Rate = None,
     arrivals: Arrivals = "poisson",
     burstiness: Burstiness = None,
@@ -98,12 +111,9 @@ def simulate(
 
     from chairlift.bench.serve_report import read_targets
     from chairlift.core.settings import Settings
-    from chairlift.costs.hardware import chip
-    from chairlift.costs.shape import ranks_of, shape_of
     from chairlift.engine.record_file import RecordFile
     from chairlift.routing.pools import roles_of
     from chairlift.simulation.html import report
-    from chairlift.simulation.replica import Hardware
     from chairlift.simulation.run import Simulation
     from chairlift.simulation.trace_file import TraceFile
 
@@ -112,17 +122,17 @@ def simulate(
     traffic = read_traffic(trace, rate, requests, *lengths, workload_seed, arrivals, burstiness, duration)
     chosen = Settings.of(**settings)
     limits = {name: limit / 1000 for name, limit in read_targets(target or []).items()}
-    if hardware.endswith(".json"):
-        made = Hardware.read(Path(hardware), chosen)
-    else:
-        shape = shape_of(model, int(weight_bits), chosen.cache.kv_dtype)
-        ranks_of(model, [tensor_parallel])
-        made = Hardware.of(shape, chip(hardware), chosen, tensor_parallel)
+    model, made = _model_on(hardware, model, tensor_parallel, weight_bits, chosen)
+    roles = roles_of(role, replicas)
     if kv_link is not None:
         if not kv_link > 0:
             raise ChairliftError(f"--kv-link is {kv_link:g}: use gigabytes a second above 0")
+        if len(set(roles)) == 1:
+            raise ChairliftError(
+                "--kv-link is the link from prefill to decode replicas, and all replicas have one role: add --role "
+                "prefill=1,decode=1, or leave --kv-link out"
+            )
         made = replace(made, link=1e9 * kv_link)
-    roles = roles_of(role, replicas)
     simulation = Simulation(made, chosen, roles=roles, routing=routing, targets=limits)
     began = time.perf_counter()
     with ExitStack() as stack, progress_bar(traffic.count) as (notice, advance):
@@ -134,7 +144,7 @@ def simulate(
             stack.enter_context(TraceFile(perfetto)).watch(simulation)
         outlook = simulation.run(traffic.queries, advance)
     took = time.perf_counter() - began
-    devices = len(roles) * tensor_parallel
+    devices = len(roles) * (tensor_parallel or 1)
     summary = {
         "trace": trace,
         "model": model,
@@ -154,6 +164,31 @@ def simulate(
 
 
 simulate_command = with_settings(simulate, groups=("cache", "scheduling"))
+
+
+def _model_on(
+    hardware: str, model: str | None, ranks: int | None, bits: str | None, settings: Settings
+) -> tuple[str, Hardware]:
+    """Return a model's name, and its step times on chips or as they were measured."""
+    from chairlift.costs.hardware import chip
+    from chairlift.costs.shape import ranks_of, shape_of
+    from chairlift.json_file import read_json
+    from chairlift.simulation.replica import Hardware
+
+    kv_dtype = settings.cache.kv_dtype
+    if not hardware.endswith(".json"):
+        model, ranks = model or DEFAULT_SHAPE, ranks or 1
+        ranks_of(model, [ranks])
+        return model, Hardware.of(shape_of(model, int(bits or 16), kv_dtype), chip(hardware), settings, ranks)
+    made = Hardware.read(Path(hardware), settings)
+    kind = None if kv_dtype == "auto" else kv_dtype
+    for flag, value in (("model", model), ("tensor-parallel", ranks), ("weight-bits", bits), ("kv-dtype", kind)):
+        if value is not None:
+            raise ChairliftError(
+                f"--{flag} is {value}, and {hardware} has the step times of one model as it was measured: leave "
+                f"--{flag} out, or name a chip"
+            )
+    return str(read_json(Path(hardware)).get("shape", "a measured model")), made
 
 
 def tables(summary: dict[str, Any]) -> Group:
