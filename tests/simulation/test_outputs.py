@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -103,6 +104,15 @@ def test_the_report_has_its_plots_in_itself_and_fetches_nothing(tmp_path: Path) 
     for title in ("Latency by share of requests", "Batch: sequences that run", "KV cache in use"):
         assert title in text
     assert "60 finished" in text and "TTFT target" in text
+
+
+def test_every_output_says_why_requests_were_rejected(tmp_path: Path) -> None:
+    html, out = tmp_path / "report.html", tmp_path / "out.json"
+    result = simulated(tmp_path, "--kv-tokens", "1024", "--html", str(html), "--json", str(out))
+    found = json.loads(out.read_text())
+    assert [each["requests"] for each in found["rejections"]] == [found["requests"]["rejected"]] != [0]
+    for text in (result.output, html.read_text(), found["rejections"][0]["example"]):
+        assert re.search(r"the prompt has \d+ tokens and the context holds 1024", text)
 
 
 def test_a_chart_is_xml_even_with_odd_names_and_gaps() -> None:

@@ -221,7 +221,11 @@ def tables(summary: dict[str, Any]) -> Group:
     times = [(_LABELS[name], *(f"{value:,.1f}" for value in found.values())) for name, found in summary["ms"].items()]
     head = f"{summary['model']} on {counted(summary['devices'], summary['hardware'])}, simulated: {summary['trace']}"
     note = f"{counted(summary['steps'], 'step')} in {summary['took']:.1f} s; step times are predicted, not measured"
-    return Group(
+    parts = [
         table(head, ("", ""), rows, is_centered=True, has_header=False),
         table("", ("ms", "mean", "p50", "p90", "p99", "max"), times, note),
-    )
+    ]
+    if summary["rejections"]:
+        reasons = [(f"{each['requests']:,}", each["example"]) for each in summary["rejections"]]
+        parts.append(table("", ("rejected", "for example"), reasons, labels=2))
+    return Group(*parts)

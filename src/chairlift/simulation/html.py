@@ -36,6 +36,7 @@ def report(summary: dict[str, Any], outlook: Outlook) -> str:
         ("devices busy", f"{summary['busy']:.1%}"),
         ("requests within all targets", f"{summary['good']:.2%}"),
     ]
+    totals += [(f"{each['requests']:,} rejected, for example", each["example"]) for each in summary["rejections"]]
     latencies: list[tuple[str, ...]] = [("ms", "mean", "p50", "p90", "p99", "max")]
     latencies += [(_NAMES[name], *(f"{each:,.1f}" for each in own.values())) for name, own in summary["ms"].items()]
     settings = json.dumps(summary.get("settings", {}), indent=1)

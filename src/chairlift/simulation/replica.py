@@ -164,7 +164,7 @@ class Replica:
         try:
             self.engine.submit(request)
         except RequestError as error:
-            life.end, life.error = now, str(error)
+            life.end, life.error = now, error.for_clients
             self._on_end(life)
             return
         self._lives[request.id] = life

@@ -5,9 +5,10 @@ With roles, prompts and answers are computed by different replicas, chosen by th
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import inf
 from typing import Any
@@ -26,7 +27,16 @@ from chairlift.traffic.query import Query
 
 TARGETS = ("ttft", "tpot", "e2e")
 _TELL = 256  # requests between progress updates
+_NUMBER = re.compile(r"\d[\d,.]*")
 SERIES = ("running", "waiting", "kv", "prompt_tokens", "decodes")
+
+
+@dataclass(slots=True)
+class Reason:
+    """Why requests were rejected: the error of one of them, with its own numbers, and how many there are."""
+
+    example: str
+    requests: int = 0
 
 
 @dataclass(slots=True)
@@ -36,6 +46,7 @@ class Outlook:
     requests: int = 0
     finished: int = 0
     rejected: int = 0
+    reasons: dict[str, Reason] = field(default_factory=dict)  # of rejections, by the error without its numbers
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -56,6 +67,7 @@ class Outlook:
         seconds = self.seconds or inf
         return {
             "requests": {"finished": self.finished, "rejected": self.rejected},
+            "rejections": [asdict(each) for each in self.reasons.values()],
             "seconds": self.seconds,
             "requests_s": self.finished / seconds,
             "output_tok_s": self.output_tokens / seconds,
@@ -205,6 +217,8 @@ class Simulation:
             route.end("rejected" if life.error is not None else "finished")
         if life.error is not None:
             found.rejected += 1
+            reason = found.reasons.setdefault(_NUMBER.sub("#", life.error), Reason(life.error))
+            reason.requests += 1
             return
         if self.on_end is not None:
             self.on_end(number, life)
