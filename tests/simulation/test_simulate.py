@@ -154,6 +154,8 @@ def test_wrong_options_are_one_line(tmp_path: Path, options: list[str], why: str
     trace.write_text('{"timestamp": 0, "prompt_tokens": 4, "output_tokens": 2}')
     result = CliRunner().invoke(app, ["simulate", str(trace), *options])
     assert result.exit_code != 0 and isinstance(result.exception, ChairliftError) and why in str(result.exception)
+    result = CliRunner().invoke(app, ["simulate", "nothing"])
+    assert "there is no workload 'nothing': use halves, " in str(result.exception)
     result = CliRunner().invoke(app, ["simulate", str(tmp_path / "nothing.csv")])
     assert "nothing.csv cannot be read: No such file" in str(result.exception)
     trace.write_text('{"timestamp": 0}')

@@ -56,7 +56,7 @@ def read_traffic(
     """Return the requests of a recording, a mix or a generator, at the rate asked for."""
     from chairlift.traffic.arrivals import Demand
     from chairlift.traffic.generators import is_generator
-    from chairlift.traffic.mixes import MIXES, make
+    from chairlift.traffic.mixes import make
     from chairlift.traffic.workloads import Lengths
 
     factor, number = read_rate(rate)
@@ -69,8 +69,8 @@ def read_traffic(
     lengths = Lengths.parse(prompt_tokens), Lengths.parse(output_tokens)
     demand = Demand(trace, requests, *lengths, seed, arrivals, number, burstiness, duration)
     if not is_generator(trace):
-        found = make(demand).queries if trace in MIXES else demand.queries()
-        return _some(found, len(found))
+        drawn = make(demand).queries
+        return _some(drawn, len(drawn))
     expected = demand.count
     if expected is None and number is not None and duration is not None:
         expected = round(number * duration)
