@@ -132,6 +132,13 @@ def test_what_the_user_got_wrong_is_one_line(
     assert "None" not in said and not SETTING.search(said), "the command line has flags"
 
 
+def test_the_module_of_the_command_line_runs_it() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "chairlift.cli", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stdout.strip()) == (0, __version__)
+
+
 def test_an_error_leaves_no_traceback_and_exits_with_one() -> None:
     failed = chairlift("pull", "no-such-model")
     assert (failed.returncode, failed.stdout) == (1, "")

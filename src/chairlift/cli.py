@@ -105,3 +105,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
             return True
         error = error.__context__
     return False
+
+
+if __name__ == "__main__":
+    main()
