@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chairlift.bench.fidelity import calibrate, hardware_of, waves
+from chairlift.bench.drive import MixResult, RequestRecord
+from chairlift.bench.fidelity import calibrate, compare, hardware_of, waves
 from chairlift.cli import app
+from chairlift.core.cost import Cost
 from chairlift.core.errors import ChairliftError
+from chairlift.core.limits import Limits
 from chairlift.core.settings import Settings
 from chairlift.execution.build import assemble, load_model
 from chairlift.simulation.replica import Hardware
+from chairlift.traffic.query import Query
 
 SMALL = {"max_sequences": 8, "max_length": 256, "kv_tokens": 4096}
 
@@ -62,6 +66,43 @@ def test_validate_prints_both_and_simulate_reads_the_profile(tiny_model: Path, t
     result = CliRunner().invoke(app, ["simulate", "uniform", "--requests", "20", "--hardware", str(profile)])
     assert result.exit_code == 0, result.output
     assert "20 finished" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--rate", "100", "--rate", "-1"], "the rate is -1.0"),
+        (["--load", "0"], "--load is 0"),
+        (["--load", "nan"], "--load is nan"),
+        (["--workload", "nothing"], "there is no workload 'nothing'"),
+        (["--workload", "TEXTS"], "prompts as text"),
+    ],
+)
+def test_validate_refuses_wrong_options_before_anything_is_loaded(
+    tmp_path: Path, options: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "Hello", "output_tokens": 4}')
+    monkeypatch.setattr("chairlift.execution.build.load_model", lambda *_: pytest.fail("it was loaded"))
+    command = ["validate", "--shape", "stories15m", *(str(texts) if each == "TEXTS" else each for each in options)]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, ChairliftError) and why in str(result.exception)
+
+
+def test_validate_refuses_requests_beyond_the_context_before_it_measures(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.execution.build.assemble", lambda *_: pytest.fail("it was assembled"))
+    flags = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    result = CliRunner().invoke(app, ["validate", str(tiny_model), *flags, "--prompt-tokens", "900"])
+    assert isinstance(result.exception, ChairliftError) and "the context holds 256" in str(result.exception)
+
+
+def test_answers_of_one_token_are_compared_without_tpot() -> None:
+    record = RequestRecord(Query([1] * 8, 1), 0.0, tokens=1, first=0.5, last=0.5)
+    hardware = Hardware(Cost(fixed=0.001, token=0.0001), Limits(8, 64, 256, 100), 1024, 16, True)
+    found = compare(MixResult(8, [record]), hardware, {})
+    assert [one.name for one in found] == ["output tok/s", "TTFT p50, ms", "TTFT p99, ms"]
 
 
 def test_settings_change_measured_hardware_and_other_files_are_refused(tmp_path: Path) -> None:

@@ -131,10 +131,15 @@ class Compared:
         return self.simulated / self.real - 1 if self.real else 0.0
 
 
+def online(queries: Sequence[Query]) -> Mix:
+    """Return the mix of a real run: requests at their times, with the answers' lengths known."""
+    return Mix("the workload", list(queries), cap=0, lengths_are_known=True)
+
+
 def run_real(loaded: Loaded, settings: Mapping[str, Any], queries: Sequence[Query]) -> MixResult:
     """Run requests at their times on a new engine."""
     built = assemble(loaded, Settings.of(**settings), progress=False)
-    mix = Mix("online", list(queries), cap=0, lengths_are_known=True)
+    mix = online(queries)
     try:
         warm = replace(mix, queries=[replace(query, at=0.0) for query in queries[:4]])
         Driver(built.engine, warm).run()
@@ -154,6 +159,8 @@ def compare(real: MixResult, hardware: Hardware, settings: Mapping[str, Any]) ->
     found = [Compared("output tok/s", tokens / real.seconds, outlook.output_tokens / outlook.seconds)]
     for name in METRICS:
         values = [value for record in real.records if (value := getattr(record, name)) is not None]
+        if not values:  # answers of one token have no TPOT
+            continue
         found += [
             Compared(
                 f"{name.upper()} p{share}, ms",
