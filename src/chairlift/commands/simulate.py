@@ -23,6 +23,7 @@ from chairlift.commands.reports import (
     write_numbers,
     write_text,
 )
+from chairlift.commands.screen import notes
 from chairlift.commands.traffic import Arrivals, Duration, Rate, Trace, read_traffic
 from chairlift.core.errors import ChairliftError
 
@@ -140,8 +141,9 @@ def simulate(
         if record_view is not None:
             file = stack.enter_context(RecordFile(record_view, f"{trace}, simulated: {model} on {hardware}"))
             simulation.record(file, model)
-        if perfetto is not None:
-            stack.enter_context(TraceFile(perfetto)).watch(simulation)
+        events = None if perfetto is None else stack.enter_context(TraceFile(perfetto))
+        if events is not None:
+            events.watch(simulation)
         outlook = simulation.run(traffic.queries, advance)
     took = time.perf_counter() - began
     devices = len(roles) * (tensor_parallel or 1)
@@ -159,6 +161,12 @@ def simulate(
     }
     show(tables(summary))
     write_numbers(json_file, {**summary, "series": [each.rows() for each in outlook.series]})
+    if events is not None and events.is_full:
+        notes.print(
+            f"{perfetto} has the first {events.most:,} events: later steps and requests are left out",
+            style="dim",
+            markup=False,
+        )
     if html is not None:
         write_text(html, report(summary, outlook))
 

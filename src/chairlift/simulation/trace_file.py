@@ -27,6 +27,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.most = MOST_EVENTS
         self._count = 0
         self._lines: list[str] = []
         self._separator = "\n"
@@ -39,7 +40,7 @@ class TraceFile:
     @property
     def is_full(self) -> bool:
         """Whether later events are left out."""
-        return self._count >= MOST_EVENTS
+        return self._count >= self.most
 
     def watch(self, simulation: Simulation) -> None:
         """Write what happens in a simulation from now on."""
