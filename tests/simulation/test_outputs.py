@@ -75,7 +75,9 @@ def test_a_trace_file_keeps_the_rules_of_its_format_and_has_every_step_and_reque
 def test_a_full_trace_file_is_still_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chairlift.simulation.trace_file.MOST_EVENTS", 300)
     file = tmp_path / "trace.json"
-    assert simulated(tmp_path, "--perfetto", str(file)).exit_code == 0
+    result = simulated(tmp_path, "--perfetto", str(file))
+    assert result.exit_code == 0
+    assert f"{file} has the first 300 events: later steps and requests are left out" in " ".join(result.output.split())
     events = events_of(file)
     check_trace(events)
     assert 300 <= len(events) < 320
@@ -121,6 +123,18 @@ def test_a_chart_is_xml_even_with_odd_names_and_gaps() -> None:
         root = ElementTree.fromstring(chart("x < y", "ms", lines, is_log=is_log, is_marked=True, limits={"t": 5.0}))
         assert "<a & b>" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert chart("nothing", "ms", {"a": []}) == ""
+
+
+def test_long_names_stay_within_the_picture_and_above_the_plot() -> None:
+    names = [
+        "chairlift serve org/model --replicas 2 --quantization fp8" + " --prefill splitfuse" * n for n in (0, 1, 9)
+    ]
+    root = ElementTree.fromstring(chart("x", "ms", {name: [(0.0, 1.0), (1.0, 2.0)] for name in names}))
+    shown = [each for each in root.iter() if (each.text or "").startswith("chairlift")]
+    assert len({each.get("y") for each in shown}) == 3
+    assert all(float(each.get("x", "")) + 5.6 * len(each.text or "") <= 720 for each in shown)
+    grid = [float(each.get("d", "").split()[1].split("H")[0]) for each in root.iter() if "H" in each.get("d", "")]
+    assert min(grid) > max(float(each.get("y", "")) for each in shown)
 
 
 @pytest.mark.parametrize("option", ["--html", "--perfetto", "--json"])

@@ -16,6 +16,8 @@ _WIDTH, _HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 44, 40
 COLORS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#72B7B2", "#B279A2", "#9D755D", "#EECA3B")
 _INK, _FAINT, _GRID = "#333333", "#8A8A8A", "#E3E3E3"
+_ROW = 14  # of a legend
+_MOST_NAME = 120  # characters of a name in it, which fill a row
 _MOST_POINTS = 1200  # of a line: a picture has no more columns
 
 
@@ -43,11 +45,13 @@ def chart(
     low = min([y for _, y in every] + list(limits.values()))
     ticks = _decades(low, top) if is_log else _ticks(top)
     bottom, top = (ticks[0], max(ticks[-1], top)) if is_log else (0.0, max(ticks[-1], top))
-    wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    legend, down = _legend(list(found))
+    above = _TOP + down
+    wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - above - _BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
         share = math.log(max(y, bottom) / bottom) / math.log(top / bottom) if is_log else y / (top or 1.0)
-        return _LEFT + wide * (x - left) / ((right - left) or 1.0), _TOP + high * (1 - share)
+        return _LEFT + wide * (x - left) / ((right - left) or 1.0), above + high * (1 - share)
 
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">']
     parts += [f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>', _text(12, 18, title, 13, _INK)]
@@ -70,7 +74,7 @@ def chart(
         if is_marked:
             shown = [place(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not is_log)]
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>' for x, y in shown]
-    parts += _legend(list(found))
+    parts += legend
     return "\n".join([*parts, "</svg>"])
 
 
@@ -83,14 +87,18 @@ def stacked(charts: Sequence[str]) -> str:
     return "\n".join([head, *(each.replace("<svg ", f"<svg {size}", 1) for each in places), "</svg>", ""])
 
 
-def _legend(names: Sequence[str]) -> list[str]:
-    parts, x = [], 12.0
+def _legend(names: Sequence[str]) -> tuple[list[str], int]:
+    """Return the legend, and how far its rows after the first reach down."""
+    parts, x, down = [], 12.0, 0
     for number, name in enumerate(names):
-        color = COLORS[number % len(COLORS)]
-        parts.append(f'<rect x="{x:.0f}" y="26" width="9" height="9" fill="{color}"/>')
-        parts.append(_text(x + 13, 34, name, 10, _INK))
-        x += 24 + 5.6 * len(name)
-    return parts
+        color, shown = COLORS[number % len(COLORS)], name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…"
+        width = 24 + 5.6 * len(shown)
+        if x > 12 and x + width > _WIDTH:
+            x, down = 12.0, down + _ROW
+        parts.append(f'<rect x="{x:.0f}" y="{26 + down}" width="9" height="9" fill="{color}"/>')
+        parts.append(_text(x + 13, 34 + down, shown, 10, _INK))
+        x += width
+    return parts, down
 
 
 def _path(points: Points, place: object, is_log: bool) -> str:
