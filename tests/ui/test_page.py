@@ -369,6 +369,30 @@ def test_a_file_that_is_no_recording_is_named_with_the_reason(browser: Any, serv
             visit.page.set_input_files("#file", [])
 
 
+def recording(file: Path, *records: dict[str, Any]) -> Path:
+    """A recording of one engine, `m`, with 39 steps of 5 ms, and what is to be in its records besides."""
+    lines = [
+        json.loads(line) for line in hostile_recording(file).read_text().replace(json.dumps(HOSTILE), '"m"').split("\n")
+    ]
+    file.write_text("".join(json.dumps(each) + "\n" for each in (*lines, *records)))
+    return file
+
+
+@pytest.mark.long
+def test_another_recording_of_an_engine_with_the_same_name_replaces_what_was_shown(
+    browser: Any, server: Running, tmp_path: Path
+) -> None:
+    more = {"model": "m", "steps": [[n, 5000 * n, 5000, 1, 1, 0, 0, 0] for n in range(40, 60)]}
+    files = recording(tmp_path / "short.jsonl"), recording(tmp_path / "long.jsonl", more)
+    with visiting(browser, server.url) as visit:
+        for file, last in zip(files, (39, 59), strict=True):
+            visit.page.set_input_files("#file", file)
+            visit.until(f"histories[0]?.model === 'm' && histories[0].cursor === {last}")
+            visit.until(f"document.querySelector('canvas.lanes').ariaLabel.includes('step {last}:')")
+        assert visit.page.locator("canvas.lanes").count() == visit.page.locator("canvas.map").count() == 1
+        assert visit.complaints == []
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

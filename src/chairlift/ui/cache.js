@@ -32,7 +32,6 @@ class CacheCard {
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "tokens"), h("th", { scope: "col" }, "continuations"), h("th", { scope: "col" }, "in use by"), h("th", { scope: "col" }, "tenant"))),
       this.prefixes);
     this.element = h("article", { class: "panel cache" }, h("div", { class: "head" }, this.name, this.note), this.map, this.bar, this.tiers, this.hits, this.table, this.none);
-    onColours(() => (this.shown = null));
     new ResizeObserver(() => (this.shown = null)).observe(this.map);
   }
 
@@ -126,15 +125,19 @@ function fillTier(element, [, swapped, cached, total]) {
 
 export class Caches {
   constructor() {
-    this.cards = new Map();
+    this.cards = new Map(); // by history
+    onColours(() => {
+      for (const card of this.cards.values()) card.shown = null;
+    });
   }
 
   refresh(histories) {
-    fill(byId("cache-body"), histories, (each) => each.key, (each) => {
+    fill(byId("cache-body"), histories, (each) => each, (each) => {
       const card = new CacheCard(each);
-      this.cards.set(each.key, card);
+      this.cards.set(each, card);
       return card.element;
     });
-    for (const history of histories) this.cards.get(history.key).refresh(histories.length === 1);
+    for (const history of this.cards.keys()) if (!histories.includes(history)) this.cards.delete(history);
+    for (const history of histories) this.cards.get(history).refresh(histories.length === 1);
   }
 }

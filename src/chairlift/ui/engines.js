@@ -1,6 +1,6 @@
 // One card for each engine: its name, its picture, what is under the pointer, and the same as a table.
 
-import { byId, fill, h, onColours, say } from "./dom.js";
+import { byId, fill, h, say } from "./dom.js";
 import { count, counted, duration, lastPart } from "./format.js";
 import { Picture, ZOOMS } from "./picture.js";
 
@@ -70,7 +70,6 @@ class Card {
     this.canvas.addEventListener("pointerleave", () => this.point(-1, -1));
     this.canvas.addEventListener("keydown", (event) => this.move(event));
     this.canvas.addEventListener("blur", () => this.point(-1, -1));
-    onColours(() => (this.picture.isStale = true));
     new ResizeObserver(() => (this.picture.isStale = true)).observe(this.canvas);
   }
 
@@ -161,26 +160,27 @@ export class Cards {
   constructor(player) {
     this.player = player;
     this.zoom = 2;
-    this.cards = new Map();
+    this.cards = new Map(); // by history: another recording may have an engine of the same name
   }
 
   /** Make the cards of new engines, and draw all. */
   draw(histories) {
-    fill(byId("engines"), histories, (each) => each.key, (each) => {
+    fill(byId("engines"), histories, (each) => each, (each) => {
       const card = new Card(each, this.player);
       card.picture.zoom = ZOOMS[this.zoom];
-      this.cards.set(each.key, card);
+      this.cards.set(each, card);
       return card.element;
     });
+    for (const history of this.cards.keys()) if (!histories.includes(history)) this.cards.delete(history);
     for (const history of histories) {
-      const card = this.cards.get(history.key);
+      const card = this.cards.get(history);
       card.picture.draw();
       if (card.pointer && !this.player.isPaused) card.point(card.pointer.x, card.pointer.y);
     }
   }
 
   refresh(histories) {
-    for (const history of histories) this.cards.get(history.key)?.refresh(histories.length === 1);
+    for (const history of histories) this.cards.get(history)?.refresh(histories.length === 1);
   }
 
   zoomBy(change) {
