@@ -32,7 +32,7 @@ def check(file: Path) -> None:
     except OSError as error:
         raise ChairliftError(f"{file} cannot be read: {error.strerror or error}; {made}") from None
     kind = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(head)
         kind = found.get("kind") if isinstance(found, dict) else None
     if kind != KIND:
