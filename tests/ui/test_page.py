@@ -393,6 +393,30 @@ def test_another_recording_of_an_engine_with_the_same_name_replaces_what_was_sho
         assert visit.complaints == []
 
 
+@pytest.mark.long
+def test_a_broken_recording_leaves_what_was_shown_and_one_that_is_cut_off_is_shown_up_to_there(
+    browser: Any, server: Running, tmp_path: Path
+) -> None:
+    whole = recording(tmp_path / "whole.jsonl")
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(whole.read_text() + '{"model": "m", "steps": [[40, 2')
+    file = tmp_path / "odd.jsonl"
+    with visiting(browser, server.url) as visit:
+        visit.until_text("#status", "live")
+        for text, told in (
+            ("null\n", "not a recording"),
+            (whole.read_text() + '{"model": "m", "start": {}}\n', "line 4"),
+        ):
+            file.write_text(text)
+            visit.page.set_input_files("#file", file)
+            visit.until_text("#notice", told)
+            assert visit.page.text_content("#status span") == "live", "the server's run is still shown"
+        visit.page.set_input_files("#file", cut)
+        visit.until_text("#notice", "ends in the middle")
+        visit.until("player.isRecorded && histories[0].cursor === 39")
+        assert visit.complaints == []
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

@@ -43,6 +43,7 @@ let refreshed = 0;
 let frames = 0;
 
 function frame(now) {
+  requestAnimationFrame(frame); // first: an error in this frame must not stop those that follow
   player.advance(source.all, now);
   cards.draw(source.all);
   frames++;
@@ -50,7 +51,6 @@ function frame(now) {
     refreshed = now;
     refresh();
   }
-  requestAnimationFrame(frame);
 }
 
 function refresh() {
@@ -110,7 +110,10 @@ byId("zoom-in").addEventListener("click", () => cards.zoomBy(1));
 byId("zoom-out").addEventListener("click", () => cards.zoomBy(-1));
 byId("speed").addEventListener("change", () => (player.speed = Number(byId("speed").value)));
 byId("position").addEventListener("input", () => player.seek(source.all, Number(byId("position").value) / 1000));
-byId("file").addEventListener("change", () => open(byId("file").files[0]));
+byId("file").addEventListener("change", () => {
+  open(byId("file").files[0]);
+  byId("file").value = ""; // or the same file, mended, could not be chosen again
+});
 byId("save").addEventListener("click", () => {
   const link = h("a", { href: URL.createObjectURL(source.recording()), download: "chairlift.jsonl" });
   link.click();
@@ -143,15 +146,18 @@ async function open(file) {
 
 async function load(stream, name) {
   const found = new Source(true);
+  const before = [byId("status").dataset.kind, byId("status").textContent.trim()];
   notice("");
   status("recorded", "reading");
   try {
     player.length = await found.read(stream);
   } catch (error) {
     notice(`${name} cannot be shown: ${error.message}`);
-    status("down", "no recording");
+    if (source.all.length) status(...before); // what was shown goes on
+    else status("down", "no recording");
     return;
   }
+  if (found.isCut) notice(`${name} ends in the middle of a line: all that comes before it is shown.`);
   source.ending.abort();
   source = found;
   player.isRecorded = true;

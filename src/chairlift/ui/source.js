@@ -10,6 +10,7 @@ export class Source {
     this.isRecorded = isRecorded;
     this.histories = new Map();
     this.title = "";
+    this.isCut = false; // whether a recording ends in the middle of a line: its writer was killed, or its disk full
     this.lines = []; // of the live stream, to save them
     this.size = 0;
     this.wanted = new Map(); // lanes of the playground's requests, by id
@@ -87,26 +88,35 @@ export class Source {
   /** Read a recording; an error says what is wrong with it. */
   async read(stream) {
     let number = 0;
-    await readLines(stream, (line) => {
+    await readLines(stream, (line, isLast) => {
       number++;
       if (!line.trim()) return;
       let record;
       try {
         record = JSON.parse(line);
       } catch {
+        this.isCut = isLast && number > 1;
+        if (this.isCut) return;
         throw new Error(`line ${number} is not JSON: a recording is made with --record-view FILE`);
       }
       if (number === 1) {
-        if (record.kind !== WANTED) throw new Error("this is not a recording: make one with --record-view FILE");
+        if (record?.kind !== WANTED) throw new Error("this is not a recording: make one with --record-view FILE");
         if (record.version !== 1) throw new Error(`this recording has version ${record.version}, and this page reads version 1`);
         this.title = String(record.title ?? "");
-      } else this.take(record);
+      } else {
+        try {
+          this.take(record);
+        } catch (error) {
+          throw new Error(`line ${number} is no record of this page's version: ${error.message}`);
+        }
+      }
     });
     if (!this.histories.size) throw new Error("the recording is empty: no step was recorded");
     return Math.max(...this.all.map((history) => history.latest));
   }
 }
 
+/** Take a stream line by line; `isLast` is for what follows the last line break. */
 async function readLines(stream, take) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -115,7 +125,7 @@ async function readLines(stream, take) {
     if (done) break;
     const lines = (rest + value).split("\n");
     rest = lines.pop();
-    for (const line of lines) take(line);
+    for (const line of lines) take(line, false);
   }
-  if (rest) take(rest);
+  if (rest) take(rest, true);
 }
