@@ -417,6 +417,19 @@ def test_a_broken_recording_leaves_what_was_shown_and_one_that_is_cut_off_is_sho
         assert visit.complaints == []
 
 
+@pytest.mark.long
+def test_the_page_begins_anew_with_an_engine_that_replaces_one(browser: Any, server: Running, tmp_path: Path) -> None:
+    file = recording(tmp_path / "two.jsonl")
+    head, first, second = map(json.loads, file.read_text().splitlines())
+    old = {"model": "m", "start": {**first["start"], "at": 3_600_000_000, "epoch": 1}}
+    new = {**first, "start": {**first["start"], "epoch": 2}}
+    file.write_text("\n".join(map(json.dumps, (head, old, new, second))))
+    with visiting(browser, server.url) as visit:
+        visit.page.set_input_files("#file", file)
+        visit.until("player.isRecorded && histories[0].cursor === 39")
+        assert visit.known("player.length") == 200_000, "the old engine's clock is not the new one's"
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

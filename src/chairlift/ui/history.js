@@ -51,6 +51,11 @@ export class History {
     return this.base + this.columns.length;
   }
 
+  /** The moment of the first thing that is known, in microseconds. */
+  get earliest() {
+    return Math.min(this.columns[0]?.start ?? this.latest, this.looks[0]?.at ?? this.latest);
+  }
+
   column(place) {
     return this.columns[place - this.base];
   }
@@ -76,7 +81,7 @@ export class History {
   }
 
   start(facts) {
-    if (this.facts && facts.number < this.lastNumber) this.reset(); // another engine process
+    if (this.facts && (facts.epoch !== this.facts.epoch || facts.number < this.lastNumber)) this.reset(); // another recorder
     const known = new Map([...this.lanes.values()].map((lane) => [`${lane.row} ${lane.id} ${lane.index}`, lane]));
     this.facts = facts;
     this.lanes = new Map();

@@ -16,6 +16,7 @@ export const ZOOMS = [2, 3, 4, 6, 9, 14, 20];
 export class Picture {
   constructor(canvas, history) {
     this.canvas = canvas;
+    this.columns = null; // those in the ring: a history that begins anew has others
     this.history = history;
     this.context = canvas.getContext("2d", { alpha: false });
     this.ring = document.createElement("canvas");
@@ -50,7 +51,8 @@ export class Picture {
   draw() {
     const { canvas, history } = this;
     if (!canvas.clientWidth) return;
-    if (fit(canvas)) this.isStale = true;
+    if (fit(canvas) || this.columns !== history.columns) this.isStale = true;
+    this.columns = history.columns;
     this.choose();
     const cursor = history.cursor;
     const state = `${cursor} ${this.picked?.place} ${this.picked?.row}`;
