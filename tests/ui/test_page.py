@@ -430,6 +430,25 @@ def test_the_page_begins_anew_with_an_engine_that_replaces_one(browser: Any, ser
         assert visit.known("player.length") == 200_000, "the old engine's clock is not the new one's"
 
 
+@pytest.mark.long
+def test_a_recording_that_was_saved_late_begins_with_its_first_step(
+    browser: Any, server: Running, tmp_path: Path
+) -> None:
+    file = recording(tmp_path / "late.jsonl")
+    hour = 3_600_000_000
+    head, first, second = map(json.loads, file.read_text().splitlines())
+    first["start"]["at"] = first["look"]["at"] = hour
+    for step in second["steps"]:
+        step[1] += hour
+    file.write_text("\n".join(map(json.dumps, (head, first, second))))
+    with visiting(browser, server.url) as visit:
+        visit.page.set_input_files("#file", file)
+        visit.until("player.isRecorded && histories[0].cursor === 39")
+        visit.until_text("#clock", "0:00.2 of 0:00.2")
+        visit.page.fill("#position", "500")
+        assert 10 < visit.known("histories[0].cursor") < 30
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

@@ -83,7 +83,7 @@ function showPosition() {
   if (document.activeElement !== byId("position") || !player.isPaused)
     byId("position").value = String(Math.round(1000 * player.share(source.all)));
   const step = Math.max(0, ...source.all.map((history) => history.column(history.cursor - 1)?.number ?? 0));
-  const words = source.isRecorded ? `${clock(player.time)} of ${clock(player.length)}` : `step ${step.toLocaleString("en")}`;
+  const words = source.isRecorded ? `${clock(player.time - player.begin)} of ${clock(player.length - player.begin)}` : `step ${step.toLocaleString("en")}`;
   say(byId("clock"), words);
   byId("position").setAttribute("aria-valuetext", words);
 }
@@ -161,11 +161,11 @@ async function load(stream, name) {
   source.ending.abort();
   source = found;
   player.isRecorded = true;
-  player.time = 0;
+  player.begin = player.time = Math.min(...source.all.map((history) => history.earliest));
   player.isPaused = false;
   byId("speed").closest("label").hidden = false;
   byId("save").hidden = true;
-  if (player.length > 300e6) byId("speed").value = String((player.speed = 16));
+  if (player.length - player.begin > 300e6) byId("speed").value = String((player.speed = 16));
   player.showTime(source.all);
   player.changed();
 }

@@ -11,7 +11,8 @@ export class Player {
     this.isRecorded = false;
     this.speed = 1;
     this.time = 0; // microseconds, of a recording
-    this.length = 0;
+    this.begin = 0; // of a recording: one saved late from a server has nothing before
+    this.length = 0; // the moment of its end
     this.isOwn = () => false; // whether a lane belongs to this page's playground
     this.changed = () => {};
     this.last = performance.now();
@@ -19,7 +20,7 @@ export class Player {
 
   toggle() {
     if (this.isRecorded && this.time >= this.length) {
-      this.time = 0;
+      this.time = this.begin;
       this.isPaused = false;
     } else this.isPaused = !this.isPaused;
     this.changed();
@@ -39,14 +40,14 @@ export class Player {
       if (place <= history.end) history.cursor = place;
       this.settle(history);
     }
-    if (this.isRecorded) this.time = Math.max(0, ...histories.map((each) => each.now));
+    if (this.isRecorded) this.time = Math.max(this.begin, ...histories.map((each) => each.now));
     this.changed();
   }
 
   /** Show a share of all that is known, from 0 to 1. */
   seek(histories, share) {
     if (this.isRecorded) {
-      this.time = share * this.length;
+      this.time = this.begin + share * (this.length - this.begin);
       this.showTime(histories);
     } else {
       this.pause();
@@ -59,7 +60,7 @@ export class Player {
   }
 
   share(histories) {
-    if (this.isRecorded) return this.length ? this.time / this.length : 0;
+    if (this.isRecorded) return this.length > this.begin ? (this.time - this.begin) / (this.length - this.begin) : 0;
     const [history] = histories;
     return history && history.end > history.base ? (history.cursor - history.base) / (history.end - history.base) : 1;
   }
