@@ -449,6 +449,21 @@ def test_a_recording_that_was_saved_late_begins_with_its_first_step(
         assert 10 < visit.known("histories[0].cursor") < 30
 
 
+@pytest.mark.long
+def test_the_pointer_tells_the_step_that_is_drawn_there_at_any_zoom_of_the_browser(
+    browser: Any, server: Running, tmp_path: Path
+) -> None:
+    steps = [[n, 5000 * n, 5000, 1, 1, 0, 0, 0] for n in range(40, 240)]
+    file = recording(tmp_path / "run.jsonl", {"model": "m", "steps": steps})
+    with visiting(browser, server.url, device_scale_factor=1.1) as visit:
+        visit.page.set_input_files("#file", file)
+        visit.until("player.isRecorded && histories[0].cursor === 239")
+        canvas = visit.page.locator("canvas.lanes")
+        # 150 columns of 4 pixels of the screen each, 1.1 of which are one of the page's; half a column more
+        canvas.hover(position={"x": canvas.bounding_box()["width"] - 150.5 * 4 / 1.1, "y": 100})
+        visit.until_text(".picture .tip strong", "step 89")
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

@@ -32,8 +32,8 @@ export class Picture {
 
   /** The place and the row at a point of the element; null outside the lanes. */
   at(x, y) {
-    const { canvas, history, zoom } = this;
-    const place = history.cursor - 1 - Math.floor((canvas.clientWidth - x) / zoom);
+    const { canvas, history } = this;
+    const place = history.cursor - 1 - Math.floor((canvas.clientWidth - x) / this.width);
     const row = Math.floor((y - TOKENS - GAP) / this.pitch);
     if (x < GUTTER || place < history.base || place >= history.end) return null;
     return { place, row: row >= 0 && row < this.lanes ? row : -1 };
@@ -43,8 +43,18 @@ export class Picture {
     return (this.canvas.clientHeight - TOKENS - TIMES - 2 * GAP) / this.lanes;
   }
 
+  /** A column's width in the screen's pixels: a whole number, whatever the browser's zoom. */
+  get step() {
+    return Math.max(1, Math.round(this.zoom * (window.devicePixelRatio || 1)));
+  }
+
+  /** The same in the page's pixels, in which the pointer is measured. */
+  get width() {
+    return this.step / (window.devicePixelRatio || 1);
+  }
+
   get visible() {
-    return Math.max(1, Math.ceil((this.canvas.clientWidth - GUTTER) / this.zoom));
+    return Math.max(1, Math.ceil((this.canvas.clientWidth - GUTTER) / this.width));
   }
 
   /** Draw a frame, if anything has changed. */
@@ -60,7 +70,6 @@ export class Picture {
     this.shown = state;
     const first = Math.max(history.base, cursor - this.visible);
     const pixels = window.devicePixelRatio || 1;
-    this.step = Math.max(1, Math.round(this.zoom * pixels)); // a column's width in the screen's pixels
     const slots = this.visible + 1;
     if (this.isStale || this.ring.width !== slots * this.step || this.ring.height !== canvas.height) {
       this.ring.width = slots * this.step;
