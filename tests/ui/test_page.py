@@ -464,6 +464,23 @@ def test_the_pointer_tells_the_step_that_is_drawn_there_at_any_zoom_of_the_brows
         visit.until_text(".picture .tip strong", "step 89")
 
 
+@pytest.mark.long
+def test_numbers_and_small_charts_at_their_edges(browser: Any, server: Running) -> None:
+    with visiting(browser, server.url) as visit:
+        known = visit.page.evaluate(
+            """async () => {
+              const { clock, duration } = await import("/ui/format.js");
+              const { History } = await import("/ui/history.js");
+              const history = new History("m", null, true);
+              for (let place = 0; place < 2000; place++) history.look({ at: place * 500_000 });
+              history.now = 100e6;
+              return [duration(119.7e6), clock(59.97e6), clock(3599.99e6), history.looksWithin(10).map((each) => each.at / 1e6)];
+            }"""
+        )
+        assert known[:3] == ["2 min 0 s", "1:00.0", "1:00:00.0"]
+        assert known[3] == [90.5 + place / 2 for place in range(20)]
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

@@ -20,14 +20,15 @@ export function duration(microseconds) {
   if (ms < 10) return `${ms.toFixed(1)} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;
   if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
-  return `${Math.floor(ms / 60_000)} min ${Math.round((ms % 60_000) / 1000)} s`;
+  const seconds = Math.round(ms / 1000);
+  return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
 }
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
 
 /** A moment of a run: h:mm:ss.t */
 export function clock(microseconds) {
-  const seconds = Math.max(0, microseconds / 1e6);
+  const seconds = Math.round(Math.max(0, microseconds / 1e5)) / 10;
   const minutes = Math.floor(seconds / 60);
   const rest = (seconds % 60).toFixed(1).padStart(4, "0");
   return minutes < 60 ? `${minutes}:${rest}` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;

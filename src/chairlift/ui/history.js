@@ -192,6 +192,13 @@ export class History {
     return found < 0 ? (this.looks[0] ?? null) : this.looks[found];
   }
 
+  /** The looks of the last `seconds` before the moment that is shown. */
+  looksWithin(seconds) {
+    const end = last(this.looks, (look) => look.at <= this.now) + 1;
+    const begin = last(this.looks, (look) => look.at <= this.now - seconds * 1e6) + 1;
+    return this.looks.slice(begin, end);
+  }
+
   /** The place behind the last column that began at or before a moment. */
   placeAt(time) {
     return this.base + last(this.columns, (column) => column.start <= time) + 1;

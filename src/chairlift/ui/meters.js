@@ -17,8 +17,10 @@ const TILES = [
   { id: "step", name: "Step time", note: (found) => found.budget, colour: "dim", isTime: true },
 ];
 
+const unbroken = (text) => text.replaceAll(" ", "\u00a0"); // in a narrow tile, the unit stays beside its number
+
 function rest(name) {
-  return (found) => (found.spread[name] ? `p90 ${duration(found.spread[name][1])} · p99 ${duration(found.spread[name][2])}` : "no request has finished in 3 min");
+  return (found) => (found.spread[name] ? `${unbroken(`p90 ${duration(found.spread[name][1])}`)} · ${unbroken(`p99 ${duration(found.spread[name][2])}`)}` : "no request has finished in 3 min");
 }
 
 export class Meters {
@@ -99,7 +101,7 @@ function measure(histories) {
 
 function looksOf(history) {
   const found = new Array(SPARK / 2).fill(0);
-  for (const look of history.looks.slice(-600)) {
+  for (const look of history.looksWithin(SPARK)) {
     const place = SPARK / 2 - 1 - Math.floor((history.now - look.at) / 2e6);
     if (place >= 0 && place < found.length) found.fill(look.running, place); // until the next look
   }
