@@ -481,6 +481,20 @@ def test_numbers_and_small_charts_at_their_edges(browser: Any, server: Running) 
         assert known[3] == [90.5 + place / 2 for place in range(20)]
 
 
+@pytest.mark.long
+def test_the_playgrounds_request_can_be_copied_from_a_page_without_https(browser: Any, server: Running) -> None:
+    with visiting(browser, server.url) as visit:
+        visit.until("histories[0]?.facts")
+        visit.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        visit.page.click("#playground-toggle")
+        visit.page.evaluate("document.addEventListener('copy', () => (window.copied = getSelection().toString()))")
+        visit.page.get_by_text("Copy as curl").click()
+        visit.until_text("#playground [role=status]", "copied")
+        assert "not copied" not in visit.page.text_content("#playground [role=status]")
+        assert visit.page.evaluate("window.copied").startswith("curl -N http://127.0.0.1")
+        assert visit.complaints == []
+
+
 @contextmanager
 def viewing(file: Path) -> Iterator[str]:
     """`chairlift view` of a file: its address."""

@@ -41,6 +41,19 @@ export function fill(parent, items, keyOf, make, update) {
   }
 }
 
+/** Put a text on the clipboard. A page that came over plain HTTP from another machine has no `navigator.clipboard`. */
+export async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = h("textarea", { class: "visually-hidden", value: text, "aria-hidden": "true" });
+  const focused = document.activeElement;
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  if (!isCopied) throw new Error("this browser copies only from pages over HTTPS");
+}
+
 /** A canvas as large as its element in the screen's own pixels; true if its size has changed. */
 export function fit(canvas) {
   const scale = window.devicePixelRatio || 1;

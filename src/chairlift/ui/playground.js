@@ -1,7 +1,7 @@
 // The playground: a chat with this server, with its settings, its tokens and its way through the batch.
 
 import { Answer, Timeline, alternatives } from "./answer.js";
-import { byId, h, say } from "./dom.js";
+import { byId, copyText, h, say } from "./dom.js";
 import { asCurl, asPython } from "./request_code.js";
 
 const SCHEMA = `{
@@ -17,6 +17,7 @@ const TOOLS = `[{
     "parameters": { "type": "object", "properties": { "city": { "type": "string" } }, "required": ["city"] }
   }
 }]`;
+const MOST_ANSWERS = 128;
 const SETTINGS = [
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }, 0.7],
   ["max_tokens", "Max tokens", { min: 1, step: 1 }, 128],
@@ -178,7 +179,8 @@ export class Playground {
     const id = `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
     this.ids.add(id);
     this.source().wanted.set(id, []);
-    const answers = Array.from({ length: body.n ?? 1 }, (_, place) => new Answer(place, body.n ?? 1));
+    const many = Math.min(body.n ?? 1, MOST_ANSWERS); // further ones are not shown
+    const answers = Array.from({ length: many }, (_, place) => new Answer(place, many));
     const timeline = new Timeline();
     this.turns.push({ id, timeline });
     this.log.append(h("p", { class: "asked" }, text), h("div", { class: "answers" }, ...answers.map((each) => each.element)), timeline.element);
@@ -245,7 +247,7 @@ export class Playground {
   async copy(write) {
     try {
       const text = this.text.value.trim() || this.text.placeholder;
-      await navigator.clipboard.writeText(write(this.body(text), Boolean(this.signIn.key)));
+      await copyText(write(this.body(text), Boolean(this.signIn.key)));
       say(this.copied, "copied");
     } catch (error) {
       say(this.copied, `not copied: ${error.message}`);
