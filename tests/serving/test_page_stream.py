@@ -336,7 +336,10 @@ def test_an_engine_goes_on_when_its_steps_cannot_be_recorded(bad_call: int) -> N
 # ---- recordings
 
 
-@pytest.mark.parametrize("content", mostly_long(["hello\n", "", "[" * 60_000, '{"kind": "other"}\n', "[1]\n", "\xff\n"]))
+NESTED = pytest.param("[" * 60_000, id="nested", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("content", [*mostly_long(["hello\n", "", '{"kind": "other"}\n', "[1]\n", "\xff\n"]), NESTED])
 def test_a_file_that_is_no_recording_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(content, encoding="latin-1")
