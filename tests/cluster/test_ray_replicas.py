@@ -170,3 +170,49 @@ def test_a_replica_that_has_served_and_now_ends_at_once_is_started_again_ever_mo
 
     asyncio.run(run())
     assert pauses[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
+
+
+def test_a_replica_is_restarted_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises errors of many types while its control service is down: as actors are made, used and killed."""
+
+    async def run() -> None:
+        pool, replicas = replicas_of(1)
+        make, attempts = Made.make, 0
+
+        def failing(self: Made) -> Any:
+            nonlocal attempts
+            attempts += 1
+            if attempts == 1:
+                raise ConnectionError("no control service")
+            return make(self)
+
+        monkeypatch.setattr(Made, "make", failing)
+        monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.01)
+        replicas.scale_to(1)
+        await until(lambda: len(Made.actors) == 1)
+        Made.actors[0].started.set_result("no URL")
+        await until(lambda: len(Made.actors) == 2)
+        Made.actors[1].started.set_exception(ValueError("an unknown message"))
+        await until(lambda: len(Made.actors) == 3)
+        Made.actors[2].started.set_result("http://127.0.0.1:9")
+        await until(lambda: "replica-0" in pool.backends)
+        await replicas.close()
+
+    asyncio.run(run())
+
+
+def test_a_replica_ends_although_it_cannot_be_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        _, replicas = replicas_of(1)
+        replicas.scale_to(1)
+        await until(lambda: len(Made.actors) == 1)
+
+        async def stop() -> None:
+            raise ConnectionError("no control service")
+
+        Made.actors[0].stop = Remote(stop)
+        async with asyncio.timeout(5):
+            await replicas.close()
+        assert Made.actors[0].ended.done() and not replicas._tasks
+
+    asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,12 @@ class Actors:
     group: PlacementGroup | None
 
     def kill(self) -> None:
-        """End the actors and free their resources."""
-        for each in (self.replica, *self.ranks):
-            ray.kill(each)
-        if self.group is not None:
-            remove_placement_group(self.group)
+        """End the actors and free their resources; an error at one of them does not keep the others."""
+        with ExitStack() as steps:
+            if self.group is not None:
+                steps.callback(remove_placement_group, self.group)
+            for each in (self.replica, *self.ranks):
+                steps.callback(ray.kill, each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +138,18 @@ class Replicas:
             await asyncio.wait(self._retiring)
 
     async def _keep(self, name: str) -> None:
-        """Run a replica, again and again while it is wanted; `_retire` waits for the end."""
-        failures = 0
+        """Run a replica, and restart it while it is wanted; `_retire` cancels this."""
+        failures, counts = 0, self._pool.router.counts[name]  # of all replicas that have had the name
         while name in self._wanted:
-            ended, has_worked = await self._run(name)
+            before = counts.finished
+            try:
+                ended = await self._run(name)
+            except RayError as error:
+                ended = Ended(_cause(error))
+            except Exception as error:  # no error may end the restarts, such as one of Ray's while its head is down
+                log.error("%s has ended with an unexpected error", name, exc_info=error)
+                ended = Ended(f"{type(error).__name__}: {error}")
+            has_worked = counts.finished > before
             if name not in self._wanted:
                 break
             failures = 0 if has_worked else failures + 1
@@ -148,25 +158,22 @@ class Replicas:
             log.error("%s has ended and is restarted: %s", name, ended.reason)
             await asyncio.sleep(min(_LONGEST_PAUSE, 2.0**failures - 1))
 
-    async def _run(self, name: str) -> tuple[Ended, bool]:
-        """Run a replica until it ends; return how it ended, and whether it has served."""
-        counts = self._pool.router.counts[name]  # of all replicas that have had the name
-        before, actors = counts.finished, self._need.make()
+    async def _run(self, name: str) -> Ended:
+        """Run a replica until it ends; return how it ended."""
+        actors = self._need.make()
         self._actors[name] = actors.replica
+        starting = asyncio.ensure_future(self._start(actors))
         try:
-            starting = asyncio.ensure_future(self._start(actors))
             done, _ = await asyncio.wait([starting], timeout=_PATIENCE)
             if not done:
-                log.warning("%s waits for a place: `ray status` shows what the cluster lacks", name)
+                log.warning("the cluster has no room for %s yet: `ray status` shows what it lacks", name)
             self._pool.add(Backend(await starting, name))
-            ended = await _first_end(actors)
-        except RayError as error:
-            ended = Ended(_cause(error))
+            return await _first_end(actors)
         finally:
+            starting.cancel()
             del self._actors[name]
             self._pool.remove(name)
             actors.kill()
-        return ended, counts.finished > before
 
     async def _start(self, actors: Actors) -> str:
         """Start the ranks other than rank 0, then the server; return its URL."""
@@ -184,16 +191,12 @@ class Replicas:
                     await asyncio.sleep(_POLL)
         except TimeoutError:
             log.warning("%s is stopped although some of its requests have not ended within the grace time", name)
-        task, actor = self._tasks[name], self._actors.get(name)
-        if actor is None:  # between two attempts
-            task.cancel()
-        else:
-            try:
+        if (actor := self._actors.get(name)) is not None:
+            with suppress(Exception):  # it may have ended, or Ray's head is down
                 async with asyncio.timeout(_STOP):
                     await actor.stop.remote()
-            except (RayError, TimeoutError):
-                pass
-            ray.kill(actor)
+        task = self._tasks[name]
+        task.cancel()  # which kills its actors
         await asyncio.wait([task])
         del self._tasks[name]  # from here on another replica may have its name
 
