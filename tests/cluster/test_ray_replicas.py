@@ -15,6 +15,7 @@ import ray
 from chairlift.cluster.ray import replicas as module
 from chairlift.cluster.ray.replica import Ended
 from chairlift.cluster.ray.replicas import Need, Replicas, names_of
+from chairlift.core.errors import ChairliftError
 from chairlift.gateway.pool import Pool
 
 pytestmark = pytest.mark.long  # importing ray takes seconds
@@ -214,5 +215,43 @@ def test_a_replica_ends_although_it_cannot_be_told_to(monkeypatch: pytest.Monkey
         async with asyncio.timeout(5):
             await replicas.close()
         assert Made.actors[0].ended.done() and not replicas._tasks
+
+    asyncio.run(run())
+
+
+def test_a_refusal_of_one_node_does_not_end_what_others_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node must refuse once a replica has worked; a refusal from before that counts for nothing."""
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.01)
+    refused = msgspec.json.encode(Ended("no such model", is_refusal=True))
+
+    async def ends(actor: Actor, how: bytes) -> None:
+        """Let an actor start and end, and wait for the next."""
+        count = len(Made.actors)
+        actor.started.set_result("http://127.0.0.1:9")
+        actor.ended.set_result(how)
+        await until(lambda: len(Made.actors) > count)
+
+    async def run() -> None:
+        pool, replicas = replicas_of(2)
+        replicas.scale_to(2)
+        await until(lambda: len(Made.actors) == 2)
+        bad, good = Made.actors
+        good.started.set_result("http://127.0.0.1:9")
+        await until(lambda: "replica-1" in pool.backends)
+        pool.mark(pool.backends["replica-1"], None)
+        await replicas.wait()
+        await ends(bad, refused)
+        good.ended.set_result(msgspec.json.encode(Ended("gone")))
+        await until(lambda: len(Made.actors) == 4)
+        waiting = asyncio.create_task(replicas.wait())
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "the refusal is older than the replica that has worked"
+        await ends(Made.actors[2], refused)
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "only one node refuses"
+        await ends(Made.actors[3], refused)
+        with pytest.raises(ChairliftError, match="no such model"):
+            await waiting
+        await replicas.close()
 
     asyncio.run(run())

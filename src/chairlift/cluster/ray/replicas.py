@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,8 @@ class Replicas:
         self._actors: dict[str, Any] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._retiring: set[asyncio.Task[None]] = set()
-        self._refusal: str | None = None
+        self._refusals: Counter[str] = Counter()  # by name
+        self._has_worked = False  # any replica, so that the settings can
 
     @property
     def count(self) -> int:
@@ -104,11 +106,17 @@ class Replicas:
         return Load(len(working), queued, self._pool.live, max((each.max_sequences for each in working), default=0))
 
     async def wait(self) -> None:
-        """Wait until a replica works; raise a ChairliftError if the settings or the model cannot."""
+        """Wait until a replica works; raise a ChairliftError if the settings or the model cannot.
+
+        At the start one refusal shows that. Later it may be the fault of one node: all replicas must refuse meanwhile.
+        """
+        before = Counter(self._refusals)
         while not self._pool.working:
-            if self._refusal is not None:
-                raise ChairliftError(self._refusal)
+            refusing = sum(self._refusals[name] > before[name] for name in self._wanted)
+            if refusing and (refusing == self.count or not self._has_worked):
+                raise ChairliftError(self._reason)
             await asyncio.sleep(_POLL)
+        self._has_worked = True
 
     def scale_to(self, count: int) -> None:
         """Start or end replicas. One that is still ending keeps its name: it may take another call to reach `count`."""
@@ -154,7 +162,8 @@ class Replicas:
                 break
             failures = 0 if has_worked else failures + 1
             if ended.is_refusal:
-                self._refusal = ended.reason
+                self._refusals[name] += 1
+                self._reason = ended.reason
             log.error("%s has ended and is restarted: %s", name, ended.reason)
             await asyncio.sleep(min(_LONGEST_PAUSE, 2.0**failures - 1))
 
