@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -178,18 +179,42 @@ def test_a_receiver_that_is_gone_costs_no_more_than_a_moment(where: str, monkeyp
     assert outgoing.take_done() == ["a", "b", "c"] and time.monotonic() - begun < 5
 
 
-def test_a_receiver_that_is_silent_delays_steps_once_and_not_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine waits for its connection; a receiver of another network may drop all packets."""
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr(outgoing_module, "_RETRY", 0.1)
-    outgoing = Outgoing(KEY, "layout", SIZE, Engine().blocks)
+def test_a_receiver_that_is_silent_delays_steps_by_a_moment_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver of another network may drop all packets: no step waits for the steps of a handshake."""
+    monkeypatch.setattr(outgoing_module, "_CONNECT", 0.1)
+    _, outgoing = sender()
+    begun = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        seconds = []
         for name in "abc":
-            begun = time.monotonic()
-            outgoing.begin(name, f"tcp:127.0.0.1:{silent.getsockname()[1]}", "", b"")
-            seconds.append(time.monotonic() - begun)
-    assert seconds[0] >= 0.2 and max(seconds[1:]) < 0.1
+            outgoing.begin(name, f"tcp:127.0.0.1:{silent.getsockname()[1]}", "", packed([1] * 64))
+            outgoing.computed(name, [0, 1, 2, 3], 64)
+            outgoing.finish(name)
+        assert outgoing.take_done() == ["a", "b", "c"] and outgoing.sent == 0
+        assert 0.1 <= time.monotonic() - begun < wire.HANDSHAKE_SECONDS / 5
+
+
+def test_blocks_that_were_computed_before_their_connection_is_made_are_sent_with_the_next(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, may_connect = wire.connect, threading.Event()
+
+    def late(*given: Any) -> socket.socket:
+        assert may_connect.wait(10)
+        return connect(*given)
+
+    monkeypatch.setattr(wire, "connect", late)
+    monkeypatch.setattr(outgoing_module, "_CONNECT", 0.0)
+    (there, _), (_, outgoing) = receiver(where), sender()
+    tokens = list(range(4 * SIZE))
+    outgoing.begin("r", where, "", packed(tokens))
+    outgoing.computed("r", [3, 2, 1, 0], 2 * SIZE)
+    assert outgoing.sent == 0
+    may_connect.set()
+    until(lambda: outgoing._peers[where].has_tried())
+    outgoing.computed("r", [3, 2, 1, 0], 4 * SIZE)
+    outgoing.finish("r")
+    until(lambda: outgoing.take_done(), there)
+    assert outgoing.sent == 4 and len(there.found(tokens)) == 4
 
 
 def test_a_receiver_that_does_not_read_holds_a_prompt_up_for_a_moment_only(

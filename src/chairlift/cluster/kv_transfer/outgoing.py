@@ -22,9 +22,8 @@ from chairlift.execution.exchange import BlockExchange
 log = logging.getLogger("chairlift")
 
 _STALL = 1.0  # seconds to wait for free slots before a prompt's further blocks are given up; no step runs meanwhile
-# Seconds before a receiver that could not be reached is tried again, and the least multiple of the time that this took:
-# no step runs meanwhile.
-_RETRY, _RETRY_SHARE = 2.0, 10
+_CONNECT = 0.5  # seconds from the start of a connection that computed blocks wait for it; no step runs meanwhile
+_RETRY = 2.0  # seconds before a receiver that could not be reached is tried again
 
 
 class Filled(NamedTuple):
@@ -37,26 +36,51 @@ class Filled(NamedTuple):
 
 
 class Peer:
-    """The connection to one receiver: a thread sends what the engine has copied, another reads which slots are free."""
+    """The connection to one receiver: a thread sends what the engine has copied, another reads which slots are free.
+
+    It may take seconds to connect, while prompts are computed; blocks that are never sent are computed by the receiver.
+    """
 
     def __init__(self, address: str, key: bytes, layout: str, blocks: BlockExchange, outgoing: Outgoing) -> None:
         self._blocks, self._outgoing = blocks, outgoing
-        ways = region.ways_between(address, blocks.device)
+        self._free: deque[int] = deque()
+        self._owner: dict[int, Transfer] = {}  # of each slot that is not free
+        self._changed = Condition()
+        self._is_connecting, self._patience_end = True, time.monotonic() + _CONNECT
+        self.is_lost = False
+        self.retry_at = 0.0  # if it is lost
+        self._is_stalled = False  # no slot became free in time
+        self._queue: SimpleQueue[Filled | Prompt | End | None] = SimpleQueue()
+        Thread(target=self._run, args=(address, key, layout), name="kv-send", daemon=True).start()
+
+    def _run(self, address: str, key: bytes, layout: str) -> None:
+        """Connect, then send what is queued."""
+        try:
+            slots = self._connect_best(address, key, layout)
+        except Exception as error:  # of the network, of memory, or of torch at a handle that makes no sense
+            log.warning("no KV can be sent: %s", error)
+            with self._changed:
+                self.is_lost, self._is_connecting, self.retry_at = True, False, time.monotonic() + _RETRY
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._free.extend(range(slots))
+            self._is_connecting = False
+            self._changed.notify_all()
+        Thread(target=self._read_all, name="kv-read", daemon=True).start()
+        self._send_all()
+
+    def _connect_best(self, address: str, key: bytes, layout: str) -> int:
+        """Connect in the best way that works; return the number of slots."""
+        ways = region.ways_between(address, self._blocks.device)
         try:
             slots = self._connect(address, key, layout, ways)
         except UnusableError as error:
             log.warning("KV blocks are sent to %s over TCP: %s", address, error)
             slots = self._connect(address, key, layout, ways[1:])
         self._link.settimeout(None)
-        self._slots = blocks.view(self._region.raw)
-        self._free: deque[int] = deque(range(slots))
-        self._owner: dict[int, Transfer] = {}  # of each slot that is not free
-        self._changed = Condition()
-        self.is_lost = False
-        self._is_stalled = False  # no slot became free in time
-        self._queue: SimpleQueue[Filled | Prompt | End | None] = SimpleQueue()
-        for task in (self._send_all, self._read_all):
-            Thread(target=task, name=f"kv-{task.__name__}", daemon=True).start()
+        self._slots = self._blocks.view(self._region.raw)
+        return slots
 
     def _connect(self, address: str, key: bytes, layout: str, ways: list[str]) -> int:
         """Connect to the receiver and open its region; return the number of slots."""
@@ -84,6 +108,12 @@ class Peer:
     def put(self, message: Prompt | End) -> None:
         """Send a message behind those that are queued."""
         self._queue.put(message)
+
+    def has_tried(self) -> bool:
+        """Return whether it is connected or lost; a new connection is waited for."""
+        with self._changed:
+            patience = max(0.0, self._patience_end - time.monotonic())
+            return self._changed.wait_for(lambda: not self._is_connecting, patience)
 
     def send(self, transfer: Transfer, first: int, blocks: list[int]) -> bool:
         """Copy computed blocks to slots and announce them; False if there was no slot in time."""
@@ -201,7 +231,6 @@ class Outgoing:
     def __init__(self, key: bytes, layout: str, block_size: int, blocks: BlockExchange) -> None:
         self._key, self._layout, self._size, self._blocks = key, layout, block_size, blocks
         self._peers: dict[str, Peer] = {}
-        self._again: dict[str, float] = {}  # when each receiver that could not be reached may be tried again
         if key:
             nixl.is_usable()  # looked for now: it takes longer than a step
         self._transfers: dict[str, Transfer] = {}
@@ -222,21 +251,11 @@ class Outgoing:
             peer.put(Prompt(self._next, salt, key[: len(key) // width * width]))
 
     def _peer(self, address: str) -> Peer | None:
-        """Return the connection to a receiver; None if there is none now."""
+        """Return the connection to a receiver, which may still be made; None if there is none now."""
         found = self._peers.get(address)
-        if found is not None and not found.is_lost:
-            return found
-        begun = time.monotonic()
-        if begun < self._again.get(address, begun):
-            return None
-        try:
-            self._peers[address] = Peer(address, self._key, self._layout, self._blocks, self)
-            return self._peers[address]
-        except (LinkError, RuntimeError) as error:
-            log.warning("no KV can be sent: %s", error)
-            now = time.monotonic()
-            self._again[address] = now + max(_RETRY, _RETRY_SHARE * (now - begun))
-            return None
+        if found is None or (found.is_lost and time.monotonic() >= found.retry_at):
+            found = self._peers[address] = Peer(address, self._key, self._layout, self._blocks, self)
+        return None if found.is_lost else found
 
     def __contains__(self, name: str) -> bool:
         return name in self._transfers
@@ -245,7 +264,7 @@ class Outgoing:
         """Send the blocks that a prompt's first `tokens` tokens fill, except those that were sent before."""
         transfer = self._transfers[name]
         full = min(tokens // self._size, len(blocks))
-        if full <= transfer.sent or transfer.peer is None:
+        if full <= transfer.sent or transfer.peer is None or not transfer.peer.has_tried():
             return
         first, transfer.sent = transfer.sent, full
         if not transfer.peer.send(transfer, first, blocks[first:full]):
