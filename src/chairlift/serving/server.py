@@ -35,11 +35,10 @@ from chairlift.serving.workers import Helpers
 async def serve(
     plan: Plan,
     say: Callable[[str], None],
+    keyring: Keyring | None,
     listener: socket.socket | None = None,
-    keyring: Keyring | None = None,
 ) -> int:
-    """Serve until a signal; return the exit code. A listening socket and API keys may be given by the caller."""
-    keyring = keyring or read_keyring(plan)
+    """Serve until a signal; return the exit code. A listening socket may be given by the caller."""
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
     if keyring is None and plan.host not in ("127.0.0.1", "::1", "localhost"):
@@ -188,4 +187,4 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
     """Run the server and return its exit code."""
     logs.set_up(plan.log_format, plan.log_level)
     allow_files()
-    return asyncio.run(serve(plan, say))
+    return asyncio.run(serve(plan, say, read_keyring(plan)))

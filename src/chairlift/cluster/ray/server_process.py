@@ -25,7 +25,7 @@ class Job(msgspec.Struct, frozen=True):
     """The server's settings."""
 
     plan: Plan
-    keyring: Keyring | None = None
+    keyring: Keyring | None = None  # of the driver; keys in the environment of a node do not count
     host: str | None = None  # address to listen on; None: the node's
     cpus: float | None = None  # of the replica; None: it has GPUs
     parent: int = 0  # process id; the server process ends with it
@@ -47,7 +47,7 @@ def main() -> None:
     try:
         listener = listen(job.plan.host, 0)
         _report(Report(port=listener.getsockname()[1]))
-        asyncio.run(serve(job.plan, lambda text: None, listener, job.keyring))
+        asyncio.run(serve(job.plan, lambda text: None, job.keyring, listener))
     except ChairliftError as error:
         _report(Report(error=str(error)))
         sys.exit(1)
