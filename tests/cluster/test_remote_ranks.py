@@ -112,3 +112,13 @@ def test_a_host_that_is_gone_is_named_whatever_error_its_connection_ends_with(
     board = Board(make_memory(Board.size(2)), 0)
     Watch([RankProcess(1, [], {}, [], reports, RemoteProcess(near))], board, faults.append).close()
     assert faults == ["rank 1 of 2: its process or its host has ended"]
+
+
+def test_a_host_that_is_gone_before_its_first_message_is_an_error_that_names_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = socket.socketpair()
+    far.close()
+    monkeypatch.setattr("chairlift.cluster.tensor_parallel.ranks.call", lambda _: [near])
+    with pytest.raises(ChairliftError, match="rank 1 of 2: its process or its host has ended"):
+        Ranks(2, CPU, Remote(["there:1"], KEY, LOOPBACK))

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -69,7 +69,9 @@ class Ranks:
         self._sender = SocketSender(links)
         store, port = own_store(remote.own, size)
         for rank, link in enumerate(links, 1):
-            link.sendall(frame(msgspec.json.encode(RankJob(rank, size, device.type == "cuda", remote.own, port))))
+            job = RankJob(rank, size, device.type == "cuda", remote.own, port)
+            with suppress(OSError):  # the watch sees that the host has closed the connection
+                link.sendall(frame(msgspec.json.encode(job)))
         return store, [
             RankProcess(rank, [], {}, [], os.dup(link.fileno()), RemoteProcess(link))
             for rank, link in enumerate(links, 1)
