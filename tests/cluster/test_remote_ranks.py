@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from on_ranks import answers, llm_on
 
 from chairlift import LLM, SamplingParams
+from chairlift.cluster.tensor_parallel import remote as remote_module
 from chairlift.cluster.tensor_parallel.memory import Board, make_memory
 from chairlift.cluster.tensor_parallel.rank_host import RankHost
 from chairlift.cluster.tensor_parallel.ranks import Ranks
@@ -90,6 +92,18 @@ def test_what_does_not_prove_the_key_starts_nothing(host: RankHost, sent: bytes)
             while link.recv(1024):  # its random number, then the end
                 pass
     assert host.pid is None
+
+
+def test_a_peer_without_the_key_that_sends_byte_after_byte_holds_a_host_for_a_moment_only(
+    host: RankHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "PROOF_SECONDS", 0.2)
+    name, port = host.address.split(":")
+    with socket.create_connection((name, int(port))) as slow, suppress(ConnectionError):
+        for _ in range(40):
+            slow.sendall(b"x")
+            time.sleep(0.02)
+        raise AssertionError("the host waits for the 64 bytes of a proof")
 
 
 @pytest.mark.parametrize("number", [errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH])

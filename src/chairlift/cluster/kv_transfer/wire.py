@@ -8,6 +8,7 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,8 @@ from msgspec import Meta
 
 from chairlift.core.errors import ChairliftError, SettingsError
 
-HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0  # for the proof of the key in all; then, up to Welcome, without a byte
+_LEAST_WAIT = 0.001  # seconds; a timeout of 0 would make the socket non-blocking
 MAX_FRAME = 17 << 20  # bytes: the tokens of the longest prompt that an engine accepts, packed
 MOST_SLOTS = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -108,18 +110,20 @@ def receive(link: socket.socket) -> Message:
         raise LinkError(f"a message could not be decoded: {error}") from None
 
 
-def read(link: socket.socket, count: int) -> bytes:
-    """Read exactly so many bytes."""
+def read(link: socket.socket, count: int, end: float | None = None) -> bytes:
+    """Read exactly so many bytes, until a time if one is given."""
     found = bytearray(count)
-    read_into(link, memoryview(found))
+    read_into(link, memoryview(found), end)
     return bytes(found)
 
 
-def read_into(link: socket.socket, target: memoryview) -> None:
+def read_into(link: socket.socket, target: memoryview, end: float | None = None) -> None:
     """Fill a piece of memory."""
     filled = 0
     while filled < len(target):
         try:
+            if end is not None:
+                link.settimeout(max(_LEAST_WAIT, end - time.monotonic()))
             count = link.recv_into(target[filled:])
         except OSError as error:
             raise LinkError(f"the other end is gone: {error}") from None
@@ -129,16 +133,22 @@ def read_into(link: socket.socket, target: memoryview) -> None:
 
 
 def prove(link: socket.socket, key: bytes, *, is_sender: bool) -> None:
-    """Prove to each other that both ends know the key, without sending it; LinkError if the other end does not."""
+    """Prove to each other that both ends know the key, without sending it; LinkError if the other end does not.
+
+    The link's timeout bounds the proof in all: a peer without the key may send one byte after the other.
+    """
+    seconds = link.gettimeout()
+    end = None if seconds is None else time.monotonic() + seconds
     own = secrets.token_bytes(_NONCE)
     _send_raw(link, own)
-    other = read(link, _NONCE)
+    other = read(link, _NONCE, end)
     sender, receiver = (own, other) if is_sender else (other, own)
     proofs = [hmac.digest(key, side + sender + receiver, "sha256") for side in (b"kv sender", b"kv receiver")]
     mine, expected = proofs if is_sender else reversed(proofs)
     _send_raw(link, mine)
-    if not hmac.compare_digest(read(link, len(expected)), expected):
+    if not hmac.compare_digest(read(link, len(expected), end), expected):
         raise LinkError("the other end has another cluster key")
+    link.settimeout(seconds)
 
 
 def _send_raw(link: socket.socket, raw: bytes) -> None:

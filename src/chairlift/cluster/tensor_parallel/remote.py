@@ -19,7 +19,9 @@ from chairlift.core.errors import ChairliftError, DeviceError
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 64 << 20  # bytes: a step of the longest prompts takes far fewer
-HANDSHAKE_SECONDS = 10.0
+# For the proof of the key, in all: a host has one handshake at a time, and rank 0 waits longer for its own.
+PROOF_SECONDS = 3.0
+JOB_SECONDS = 10.0  # for the first message after it, which rank 0 sends when it has reached all hosts
 
 
 class Remote(msgspec.Struct, frozen=True):
@@ -56,10 +58,11 @@ def call(remote: Remote) -> list[socket.socket]:
 
 def accept(link: socket.socket, key: str) -> RankJob:
     """Let rank 0 prove the key, and return its first message; raise a LinkError if it breaks the protocol."""
-    link.settimeout(HANDSHAKE_SECONDS)
+    link.settimeout(PROOF_SECONDS)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(link)
     prove(link, key.encode(), is_sender=False)
+    link.settimeout(JOB_SECONDS)
     try:
         job = msgspec.json.decode(read_frame(link), type=RankJob)
     except msgspec.DecodeError as error:
