@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from chairlift.core.errors import SettingsError
 
 _LINE = 64 << 10  # bytes of the longest reply that is not a block
+_DIGITS = 18  # of a length
 
 
 class RedisError(ConnectionError):
@@ -67,7 +68,7 @@ class Redis:
             else:
                 self._link = socket.create_connection((address.host, address.port), timeout)
                 self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # of a name with an empty or overlong label
             raise RedisError(f"{address} cannot be reached: {error}") from None
         if address.password:
             login = [address.user.encode()] if address.user else []
@@ -103,9 +104,11 @@ class Redis:
             return rest
         if kind == b"$" and rest == b"-1":
             return None
-        if kind == b"$" and rest.isdigit() and int(rest) <= most:
+        # Python refuses to read a number of thousands of digits.
+        if kind == b"$" and rest.isdigit() and len(rest) <= _DIGITS and int(rest) <= most:
             found = self._exactly(int(rest) + 2)
-            return found[:-2]
+            if found.endswith(b"\r\n"):
+                return found[:-2]
         raise RedisError(f"the server answered {line[:200].decode(errors='replace')}")
 
     def _line(self) -> bytes:
