@@ -49,8 +49,12 @@ async def serve_pool(
     keyring: Keyring | None,
     say: Callable[[str], None],
     open_servers: Callable[[Pool], Awaitable[None]],
+    on_drain: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve the servers of a pool until a signal; `open_servers` ends when some of them can be used."""
+    """Serve the servers of a pool until a signal; `open_servers` ends when some of them can be used.
+
+    `on_drain` is called at the signal, before the last requests end.
+    """
     for warning in keyring.warnings if keyring else []:
         say(f"warning: {warning}")
     listener = listen(plan.host, plan.port)
@@ -70,6 +74,7 @@ async def serve_pool(
 
     def drain() -> None:
         gateway.is_draining = True
+        on_drain()
 
     await server.run(plan.grace, drain, lambda: pool.live, pool.close)
 

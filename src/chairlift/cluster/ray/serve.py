@@ -73,11 +73,14 @@ async def _serve(plan: Plan, on: RayPlan, say: Callable[[str], None], host: str 
         await replicas.wait()
         tasks.append(asyncio.create_task(scale(replicas, on)))
 
-    try:
-        await serve_pool(front, pool, keyring, say, open_replicas)
-    finally:
+    def stop_scaling() -> None:
         for task in tasks:
             task.cancel()
+
+    try:
+        await serve_pool(front, pool, keyring, say, open_replicas, stop_scaling)
+    finally:
+        stop_scaling()
         await replicas.close()
 
 
