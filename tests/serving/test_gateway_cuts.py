@@ -293,3 +293,28 @@ def test_a_refusal_is_passed_on_that_comes_before_the_server_has_read_the_body()
         server.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "is_generated"),
+    [("/v1/completions", True), ("/v1/messages", True), ("/tokenize", False), ("/v1/messages/count_tokens", False)],
+)
+def test_only_prompts_that_are_decoded_are_computed_by_another_server(path: str, is_generated: bool) -> None:
+    sent: list[int] = []
+
+    def answers(place: int) -> Script:
+        async def script(head: str, writer: asyncio.StreamWriter) -> None:
+            sent.append(place)
+            writer.write(reply(200, b"{}"))
+
+        return script
+
+    async def run() -> None:
+        async with behind(answers(0), answers(1), key=b"a key of the cluster") as (_, pool, client):
+            first, second = pool.backends.values()
+            second.receives_at = "tcp:127.0.0.1:9"
+            pool.roles |= {first.name: "prefill", second.name: "decode"}
+            await client.post(path, json={"prompt": "a long prompt " * 100})
+
+    asyncio.run(run())
+    assert sent == ([0, 1] if is_generated else [1])

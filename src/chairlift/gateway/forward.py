@@ -40,6 +40,8 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # servers other than ours may end
 _CREATED, _BEFORE_TEXT = b"event: response.created", 2
 # How a stream begins that has an error as its first event: of chats and completions, messages, and responses.
 _FAILED_STREAMS = (b'data: {"error"', b"event: error", _CREATED)
+# Paths whose prompts another server may compute: all others, such as /tokenize, have none that is decoded.
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _UNAVAILABLE = (b"service_unavailable", b"overloaded_error")
 _NO_MODEL = (b'"model_not_found"', b'"not_found_error"')
 # Headers of one connection, not of the request; and those that are written again.
@@ -205,7 +207,7 @@ class Forward:
         Whatever comes of it, the request can go on: the server that decodes it computes what it lacks.
         """
         pool, address = self._pool, backend.receives_at
-        if pool.cluster_key is None or not address:
+        if pool.cluster_key is None or not address or self._http.scope["path"] not in _GENERATING:
             return
         lacking = {*pool.lacking(self._read.model)}
         route = pool.pools.prefilling(self._read.ask, pool.router, decoding, lacking)
