@@ -127,6 +127,19 @@ def test_one_thread_alone_stores_an_item() -> None:
     assert take_item(board, 5, 2, True) == 1
 
 
+def test_a_result_stored_late_does_not_mark_the_next_regions_item() -> None:
+    board = np.zeros(2, np.int64)
+    board[0] = 1 << 24
+    assert take_item(board, 1, 1, False) == 0
+    assert claim(board, 1, 0)
+    board[0] = 2 << 24  # the caller was interrupted, and has begun another region
+    assert take_item(board, 2, 1, True) == 0
+    assert claim(board, 2, 0)
+    finish(board, 2, 0)
+    finish(board, 1, 0)  # the assistant's, of the first
+    assert take_item(board, 2, 1, True) == -1, "the item is stored, and would be computed again"
+
+
 def test_the_caller_waits_for_a_result_that_is_being_stored() -> None:
     board = np.zeros(2, np.int64)
     board[0] = 1 << 24

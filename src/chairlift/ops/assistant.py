@@ -36,15 +36,6 @@ def _load(_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _store(_context: Any, address: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _i64.as_pointer()), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
-@intrinsic
 def _swap(_context: Any, address: Any, old: Any, new: Any) -> Any:
     """Replace `old` by `new`; return whether it was `old`."""
 
@@ -90,8 +81,8 @@ def claim(board: np.ndarray, region: int, item: int) -> bool:
 
 @njit(nogil=True)
 def finish(board: np.ndarray, region: int, item: int) -> None:
-    """Report that the item's result is stored."""
-    _store(board.ctypes.data + 8 + item * 8, 2 * region + 1)
+    """Report that the item's result is stored, unless the region has ended and a later one has taken the item."""
+    _swap(board.ctypes.data + 8 + item * 8, 2 * region, 2 * region + 1)
 
 
 class Assistant:
