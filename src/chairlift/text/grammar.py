@@ -20,7 +20,7 @@ from chairlift.core.errors import RequestError
 from chairlift.core.step import Bits
 from chairlift.core.structured import Structured
 from chairlift.core.values import one_line
-from chairlift.text.json_schema import options_of, prepare, where
+from chairlift.text.json_schema import check_parts, options_of, prepare, where
 
 if TYPE_CHECKING:
     import llguidance
@@ -63,11 +63,16 @@ def _source_of(structured: Structured) -> str:
         return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in json.loads(source))
     if kind == "structural_tag":
         return _tags(json.loads(source))
+    if structured.is_of_tools:
+        return source  # written here, of schemas that are checked
     return _lark(source)
 
 
 def _lark(source: str) -> str:
+    if source.lstrip().startswith("{"):  # llguidance would read it as a list of grammars
+        raise RequestError("structured: grammar is JSON: give a grammar in Lark's notation or GBNF, or use json")
     if "::=" not in source:
+        check_parts(source)
         return source
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

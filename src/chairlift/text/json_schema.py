@@ -26,6 +26,8 @@ _LIMITING = frozenset({"multipleOf", "properties", "additionalProperties", "item
 _WITHOUT_EFFECT = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 _COUNTS = ("minProperties", "maxProperties")
 _QUOTED = re.compile(r'"([^"]+)"')
+_PART = re.compile(r"%json\s*")  # before a schema in a grammar
+_JSON = json.JSONDecoder()
 _DEEPEST = 200
 WHITESPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens, as far as there is any: a small model would indent without end
 _ESCAPES = 'nrtbf\\"'
@@ -98,6 +100,17 @@ def _parts(schema: Any, path: str, depth: int) -> Iterator[tuple[str, dict[str, 
             yield from _parts(each, f"{path}/{tail}", depth + 1)
 
 
+def _objects(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over all objects in a schema, with their JSON pointers: a $ref may make a schema of any of them."""
+    if depth > _DEEPEST or not isinstance(value, (dict, list)):
+        return
+    if isinstance(value, dict):
+        yield path, value
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inside:
+        yield from _objects(each, f"{path}/{_escape(str(key))}", depth + 1)
+
+
 def _escape(key: str) -> str:
     shown = json.dumps(key, ensure_ascii=False)[1:-1]
     return shown.replace("~", "~0").replace("/", "~1")
@@ -152,9 +165,20 @@ def _names(required: Any) -> set[str]:
     return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
 
 
+def check_parts(grammar: str) -> None:
+    """Refuse a grammar in Lark's notation that has a schema which would be refused by itself."""
+    for match in _PART.finditer(grammar):
+        try:
+            schema, _ = _JSON.raw_decode(grammar, match.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance cannot read it either, or it is no schema: a part of a string or a comment
+        check_multiples(schema)
+        check_counts(schema)
+
+
 def check_counts(schema: Any) -> None:
     """Refuse a minProperties that answers could miss: a grammar does not see that a key it has no name for repeats."""
-    for path, part in _parts(schema, "#", 0):
+    for path, part in _objects(schema, "#"):
         least = part.get("minProperties")
         are_all_named = part.get("additionalProperties") is False and "patternProperties" not in part
         if not isinstance(least, int) or are_all_named:
@@ -173,7 +197,7 @@ def check_multiples(schema: Any) -> None:
     Its automaton has a state for each remainder, and no limit of llguidance stops it. Where parts of the schema are
     joined, one number may have to be a multiple of several, so of their least common multiple: all are counted.
     """
-    parts = list(_parts(schema, "#", 0))
+    parts = list(_objects(schema, "#"))
     found: dict[Decimal, str] = {}  # with a place of each
     for path, part in parts:
         value = part.get("multipleOf")
