@@ -240,6 +240,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_path(llm: LLM, schema: dict
         ({"grammar": 'start: "a" part\npart: %json\n{"multipleOf": 55560885}'}, r"at #/multipleOf"),
         ({"grammar": 'start: %lark { start: %json {"type": "object", "minProperties": 5}\n}'}, r"at #/minProperties"),
         ({"grammar": ' {"grammars": [{"json_schema": {"multipleOf": 55560885}}]}'}, "grammar is JSON: give a grammar"),
+        ({"regex": r"a[^\s\S]"}, "regex cannot be used: no token can come next, so that nothing can match$"),
         (tags({"type": "object", "minProperties": 5}), r"at #/minProperties"),
     ],
     ids=str,

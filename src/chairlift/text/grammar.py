@@ -322,7 +322,10 @@ class GrammarConstraint(Constraint):
         if self.computed is None:
             self.computed = self.matcher.compute_bitmask()
         if self.matcher.is_error():
-            raise RequestError(f"the grammar is too complex here: {explain(self.matcher.get_error())}")
+            error = self.matcher.get_error()
+            if "NoExtensionBias" in error:  # llguidance's word for an empty mask
+                raise RequestError("no token can come next, so that nothing can match")
+            raise RequestError(f"the grammar is too complex here: {explain(error)}")
         return self.computed
 
     def accept(self, token: int) -> None:
