@@ -99,11 +99,23 @@ def test_one_that_waits_for_a_seat_says_who_goes_before_it() -> None:
     step(found)
     assert [standing(found, name).ahead for name in "cde"] == [0, 1, 2]
     assert standing(found, "e").blocked_by == "rows"
-    assert "It waits: 1 other is before it, and 3 requests wait in all. All 2 rows of the batch are in use." in words(
+    assert "It waits: 1 request is before it, and 3 requests wait in all. All 2 rows of the batch are in use." in words(
         found, "d"
     )
     found.abort("a")
     assert "All rows were in use when the last step was planned; 1 row became free since." in words(found, "d")
+
+
+def test_siblings_that_wait_count_as_one_request() -> None:
+    found = scheduler(policy="priority", preemption="recompute")
+    ask(found, "a", n=2)
+    step(found)
+    ask(found, "first", n=2, priority=1)
+    ask(found, "last")
+    step(found)
+    told, count = explain(found, lambda request: request.id == "a", 0.0)
+    assert (count, [(each.ahead, each.waiting) for each in told]) == (2, [(0, 2), (0, 2)])
+    assert "It waits: 1 request is before it, and 2 requests wait in all." in words(found, "last")
 
 
 def test_one_that_needs_several_seats_says_how_many() -> None:

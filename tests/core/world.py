@@ -366,10 +366,11 @@ class World:
         scheduler, now = self.scheduler, self.clock.now()
         told, count = explain(scheduler, lambda _: True, now)
         assert count == len(scheduler.running) + len(scheduler.waiting) and len(told) == min(count, MOST)
+        waiting = len({each.request.id for each in scheduler.waiting})
         found = [*told, *(standing for _, standing in explain_head(scheduler, MOST, now))]
         for each in found:
             assert 0 <= each.computed_tokens <= each.prompt_tokens + each.generated_tokens
-            assert (each.ahead is None) == (each.state == "running") and each.waiting == len(scheduler.waiting)
+            assert (each.ahead is None) == (each.state == "running") and each.waiting == waiting
             if match := re.search(r"It runs: (\d+) of (\d+) tokens", each.why[0]):
                 assert int(match[1]) <= int(match[2]), each.why
             if match := re.search(r"Of (\d+) draft tokens? checked for it, (\d+) were", " ".join(each.why)):

@@ -83,7 +83,7 @@ def test_one_that_waits_tells_why_and_who_goes_before_it(crowd: Running) -> None
     assert (bobs["state"], bobs["ahead"], bobs["waiting"], bobs["generated_tokens"]) == ("waiting", 0, 2, 0)
     assert alices["ahead"] == 1
     assert alices["why"][:3] == [
-        "It waits: 1 other is before it, and 2 requests wait in all.",
+        "It waits: 1 request is before it, and 2 requests wait in all.",
         "All 2 rows of the batch are in use.",
         "Policy fcfs: requests are admitted in order of arrival.",
     ]
@@ -151,7 +151,7 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
     assert lines == [
-        "It waits: 1 other is before it, and 2 requests wait in all.",
+        "It waits: 1 request is before it, and 2 requests wait in all.",
         "All 2 rows of the batch are in use.",
         "Policy fcfs: requests are admitted in order of arrival.",
     ]

@@ -27,9 +27,9 @@ class Standing:
     tenant: str
     index: int  # which of the request's n answers
     state: str  # waiting or running
-    ahead: int | None  # sequences before it in its lane; None when it runs
-    lanes: int  # with waiting sequences
-    waiting: int  # in all lanes
+    ahead: int | None  # requests before it in its lane; None when it runs
+    lanes: int  # with waiting requests
+    waiting: int  # requests in all lanes
     blocked_by: str  # what keeps the next request out: rows, blocks, tokens or gate
     prompt_tokens: int
     computed_tokens: int
@@ -39,24 +39,20 @@ class Standing:
     why: list[str]  # sentences
 
 
-Lanes = dict[Lane, list[Sequence]]
+Lanes = dict[Lane, list[Sequence]]  # of each waiting request, its first waiting answer
 
 
 def explain(scheduler: Scheduler, is_asked: Callable[[Request], bool], now: float) -> tuple[list[Standing], int]:
     """Describe the live answers of the requests that are asked about, the oldest first; also return their number."""
     found = [each for each in (*scheduler.running, *scheduler.waiting) if is_asked(each.request)]
     found.sort(key=lambda each: (each.order, each.index))
-    lanes: Lanes = {}
-    for each in scheduler.waiting if found else ():
-        lanes.setdefault(scheduler.policy.lane(each, now), []).append(each)
+    lanes = _lanes(scheduler, now) if found else {}
     return [_describe(scheduler, lanes, each, now) for each in found[:MOST]], len(found)
 
 
 def explain_head(scheduler: Scheduler, most: int, now: float) -> list[tuple[Sequence, Standing]]:
-    """Describe the first waiting answers of every lane, as many as `most` in all; the lane with the oldest first."""
-    lanes: Lanes = {}
-    for each in scheduler.waiting:
-        lanes.setdefault(scheduler.policy.lane(each, now), []).append(each)
+    """Describe the first waiting requests of every lane, as many as `most` in all; the lane with the oldest first."""
+    lanes = _lanes(scheduler, now)
     share = max(1, most // max(1, len(lanes)))
     heads = [nsmallest(share, own, key=lambda each: each.rank) for own in lanes.values()]
     heads.sort(key=lambda head: head[0].order)
@@ -64,21 +60,31 @@ def explain_head(scheduler: Scheduler, most: int, now: float) -> list[tuple[Sequ
     return [(each, _describe(scheduler, lanes, each, now, (place, heads[0][0]))) for place, each in found[:most]]
 
 
+def _lanes(scheduler: Scheduler, now: float) -> Lanes:
+    lanes: dict[Lane, dict[int, Sequence]] = {}
+    for each in scheduler.waiting:
+        own = lanes.setdefault(scheduler.policy.lane(each, now), {})
+        if each.order not in own or each.rank < own[each.order].rank:
+            own[each.order] = each
+    return {lane: list(own.values()) for lane, own in lanes.items()}
+
+
 def _describe(
     scheduler: Scheduler, lanes: Lanes, sequence: Sequence, now: float, place: tuple[int, Sequence] | None = None
 ) -> Standing:
-    """Describe an answer; `place` is the number of sequences before it in its lane, and the first of all."""
+    """Describe an answer; `place` is the number of requests before it in its lane, and the first of all."""
     is_waiting = sequence.phase is Phase.WAITING
-    ahead = None
+    ahead, waiting = None, sum(map(len, lanes.values()))
     if is_waiting:
         own = lanes[scheduler.policy.lane(sequence, now)]
         if place is None:
-            place = sum(each.rank < sequence.rank for each in own), min(own, key=lambda each: each.rank)
+            before = [each for each in own if each.rank < sequence.rank and each.order != sequence.order]
+            place = len(before), min(own, key=lambda each: each.rank)
         ahead, first_of_lane = place
         # Which of several lanes is next, only the policy's `choose` could tell.
         first = first_of_lane if len(lanes) == 1 else None
         why = [
-            _place(ahead, len(own), len(lanes), len(scheduler.waiting)),
+            _place(ahead, len(own), len(lanes), waiting),
             _obstacle(scheduler, sequence, first),
             f"Policy {scheduler.policy.name}: {scheduler.policy.explain(sequence, scheduler.waiting, now)}.",
         ]
@@ -97,7 +103,7 @@ def _describe(
         state="waiting" if is_waiting else "running",
         ahead=ahead,
         lanes=len(lanes),
-        waiting=len(scheduler.waiting),
+        waiting=waiting,
         blocked_by=scheduler.planner.blocked_by if is_waiting else "",
         prompt_tokens=sequence.prompt_length,
         computed_tokens=sequence.computed - sequence.unchecked,
@@ -122,7 +128,7 @@ def _place(ahead: int, in_lane: int, lanes: int, waiting: int) -> str:
     if lanes > 1:
         where = f"is behind {ahead:,}" if ahead else "is first"
         return f"It waits: it {where} of the {in_lane:,} in its lane, and {waiting:,} wait in {lanes} lanes."
-    where = f"{counted(ahead, 'other')} {'is' if ahead == 1 else 'are'} before it" if ahead else "it is next"
+    where = f"{counted(ahead, 'request')} {'is' if ahead == 1 else 'are'} before it" if ahead else "it is next"
     return f"It waits: {where}, and {counted(waiting, 'request')} {'waits' if waiting == 1 else 'wait'} in all."
 
 
