@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chairlift.core.constraint import Constraint
+from chairlift.core.constraint import Constraint, Reasoning, Thinking
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
 from chairlift.ops.masks import pack_masks
@@ -73,6 +73,15 @@ def test_masks_of_several_answers_are_one_array_that_later_steps_use_again(gramm
         assert packed.data_ptr() == masks.whole.ctypes.data, "not copied"
         used.add(packed.data_ptr())
     assert len(used) == 4
+
+
+def test_the_one_array_lacks_no_mask_of_reasoning_that_may_begin(grammars: Grammars) -> None:
+    plain = grammars.constraint(SOURCE).fork()
+    plain.accept(allowed(plain.mask())[0])
+    start = next(token for token in range(64) if token not in allowed(plain.fork().mask()))
+    masks = grammars.masks([Reasoning(Thinking((start,), (1,)), plain)])
+    assert start in allowed(masks[0] or b"")
+    assert masks.whole is None, "it is joined with the token that begins the reasoning"
 
 
 def test_a_grammar_is_compiled_once_for_each_thread_and_checked_once(

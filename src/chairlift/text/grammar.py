@@ -249,12 +249,13 @@ class Grammars(Masker):
             jobs.sort(key=lambda job: job[0].copy)  # threads take consecutive jobs
             pairs = [(grammar.matcher, place) for grammar, place in jobs]
             self._executor().unsafe_compute_mask_ptr(pairs, packed.ctypes.data, 4 * self._words, len(constraints))
-            if len(jobs) == len(constraints):
-                found.whole = packed
         for grammar, place in jobs:
             grammar.computed = memoryview(packed[place]).cast("B")
         for constraint in constraints:
             found.add(constraint)
+        # Reasoning that may still begin joins its grammar's mask with another one.
+        if len(jobs) == len(constraints) and all(found[place] is grammar.computed for grammar, place in jobs):
+            found.whole = packed if jobs else None
         for grammar, _ in jobs:
             grammar.computed = None  # its memory is used again
         return found
