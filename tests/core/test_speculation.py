@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from chairlift.core.beams import Beams
 from chairlift.core.constraint import Constraint
 from chairlift.core.drafting import MAX_DRAFTS, Drafter, Proposal
 from chairlift.core.params import SamplingParams
@@ -202,12 +203,28 @@ def test_an_overlapped_engine_seldom_collects_early_where_nothing_is_worth_it() 
     [one] = sequences(1)
     teach(speculation, one, 0.0, checks=100)
     speculation.check_overhead = 0.5
+    one.computed = one.length - 1
     early = 0
     for _ in range(1000):
-        if speculation.collects_early(False, 1):
+        if speculation.collects_early(False, [one]):
             early += 1
             speculation.choose([one], 1, 0)
     assert 10 < early < 30, "one step in 64"
-    assert speculation.collects_early(True, 1), "a check tells where the next step begins"
+    assert speculation.collects_early(True, [one]), "a check tells where the next step begins"
     teach(speculation, one, 0.9, checks=100)
-    assert sum(speculation.collects_early(False, 1) and bool(speculation.choose([one], 1, 0)) for _ in range(300)) > 200
+    assert (
+        sum(speculation.collects_early(False, [one]) and bool(speculation.choose([one], 1, 0)) for _ in range(300))
+        > 200
+    )
+
+
+def test_an_overlapped_engine_collects_no_step_early_where_nothing_may_be_drafted() -> None:
+    speculation = make(FREE)
+    [prompt, last, decode] = sequences(3)
+    for each in (last, decode):
+        each.computed = each.length - 1
+    last.limit = last.length + 1
+    [beam] = sequences(1)
+    beam.group, beam.computed = Beams(beam, 9), beam.length - 1
+    assert not any(speculation.collects_early(False, [prompt, last, beam]) for _ in range(100))
+    assert speculation.collects_early(False, [prompt, decode]), "as soon as one decodes"

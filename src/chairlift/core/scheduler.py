@@ -195,7 +195,7 @@ class Scheduler:
     def collects_early(self, step: StepPlan) -> bool:
         """Whether to collect this step, which is in flight, before the next is planned: that one may check drafts."""
         speculation = self.planner.speculation
-        return speculation is not None and speculation.collects_early(bool(step.drafts), len(self.running))
+        return speculation is not None and speculation.collects_early(bool(step.drafts), self.running)
 
     def observe_early(self, step: StepPlan, seconds: float) -> None:
         """Learn how long the device waited for a step that was planned after the one before was collected."""

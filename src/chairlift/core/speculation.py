@@ -95,14 +95,14 @@ class Speculation:
                 return True
         return False
 
-    def collects_early(self, is_checking: bool, running: int) -> bool:
+    def collects_early(self, is_checking: bool, running: list[Sequence]) -> bool:
         """Whether to collect the step in flight before the next is planned: drafts need all tokens before them."""
         self._is_trial = False
         if is_checking:
             return True
         self._steps_to_trial -= 1
         self._steps_since_drafts += 1
-        self._is_trial = self._steps_to_trial < 0 and running > 0 and self.may_pay(running)
+        self._is_trial = self._steps_to_trial < 0 and any(map(_may_draft, running)) and self.may_pay(len(running))
         return self._is_trial
 
     def choose(self, sequences: list[Sequence], decodes: int, prompt_tokens: int) -> list[Proposal]:
@@ -226,3 +226,9 @@ class Speculation:
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; later drafts may come from its answer."""
         self.drafter.ended(sequence)
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether a sequence's next slice may have drafts: it is no prompt or beam, and lacks more than one token."""
+    is_decode = sequence.length - sequence.computed == 1 and sequence.is_forked
+    return is_decode and not sequence.is_search and sequence.limit - sequence.length > 1
