@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
+from chairlift.core.assemble import assemble_scheduler
 from chairlift.core.beams import Beams
+from chairlift.core.blocks import BlockPool
 from chairlift.core.constraint import Constraint
+from chairlift.core.cost import Cost
 from chairlift.core.drafting import MAX_DRAFTS, Drafter, Proposal
+from chairlift.core.limits import Limits
 from chairlift.core.params import SamplingParams
 from chairlift.core.plan import StepPlan
+from chairlift.core.policies import Fair
 from chairlift.core.request import Request, Sequence
+from chairlift.core.settings import SchedulingSettings
 from chairlift.core.speculation import Speculation
+from chairlift.core.step import StepResult
 from chairlift.core.step_times import StepTimes
 
 FREE = [(1, 1.0), (600, 1.0)]  # another token costs nothing, as where reading the weights takes all the time
@@ -228,3 +235,36 @@ def test_an_overlapped_engine_collects_no_step_early_where_nothing_may_be_drafte
     beam.group, beam.computed = Beams(beam, 9), beam.length - 1
     assert not any(speculation.collects_early(False, [prompt, last, beam]) for _ in range(100))
     assert speculation.collects_early(False, [prompt, decode]), "as soon as one decodes"
+
+
+def test_a_sequence_is_not_drafted_for_in_the_step_that_brings_it_back() -> None:
+    """A head has no state of it; another tenant's fair share brings it back before the running ones decode."""
+    limits, pools = Limits(2, 64, 200, 100, 8), (BlockPool(64, 4), BlockPool(64, 4))
+    scheduler = assemble_scheduler(SchedulingSettings(policy="fair", preemption="swap"), limits, *pools, Cost(), None)
+    scheduler.planner.speculation = make(FREE)
+    scheduler.planner.speculation.fixed = 1
+
+    def submit(name: str, tenant: str) -> None:
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        scheduler.submit(Request(name, [1] * 9, params, tenant=tenant))
+
+    def step() -> StepPlan:
+        plan = scheduler.plan(0.0)
+        scheduler.apply(plan, StepResult([2] * len(plan.samples), counts=[1] * len(plan.samples)))
+        return plan
+
+    submit("b1", "b")
+    submit("b2", "b")
+    for _ in range(9):
+        step()
+    submit("a1", "a")
+    assert [each.request.id for each in step().preempted] == ["b2"]
+    submit("a2", "a")
+    scheduler.abort("b1")
+    assert isinstance(scheduler.policy, Fair)
+    scheduler.policy.service["a"] = 0.0  # less than the other's, so that its second request is admitted first
+    step()
+    plan = step()
+    assert [each.request.id for each in (*plan.preempted, *plan.placed)] == ["a2", "b2"]
+    assert [plan.samples[place].request.id for place, _ in plan.drafts] == ["a1"]
+    assert len(step().drafts) == 2

@@ -72,6 +72,19 @@ def test_drafts_are_those_of_plain_torch(
     watch.compare(Reference.of(head, model, layers))
 
 
+@pytest.mark.long
+def test_a_last_prompt_token_that_a_chunk_leaves_is_drafted_behind_as_any_other(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, watch = make_head(tmp_path / "head", model, seed=3), Watch(monkeypatch)
+    llm, _ = drafting(model, head, "eagle3", step_tokens=24, max_sequences=1)
+    prompt = [*range(5, 30)]
+    tokens_of(llm, [prompt], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    text, drafts = watch.drafted[0]
+    assert text == prompt
+    assert Reference.of(head, model, LAYERS).drafts(text, len(drafts)) == drafts
+
+
 class Trained:
     """A head that was trained on the greedy answers to some prompts, so that many of its drafts are accepted."""
 

@@ -144,7 +144,7 @@ class Planner:
             return False
         if not sequence.is_search:
             sequence.decode_until = min(sequence.limit - 1, table.writable)
-            if drafting is not None and not sequence.in_flight:
+            if drafting is not None and not sequence.in_flight and sequence not in step.placed:
                 drafting.append(sequence)
                 return False
         sequence.computed = length

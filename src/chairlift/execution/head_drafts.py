@@ -5,8 +5,8 @@ cached, swapped and sent with the blocks. The key of a position depends on the t
 shares the block may not have. That is one key in each shared prefix; it can make drafts worse, but changes no answer.
 
 A draft is computed from the state of the token before the last known one. For each row, the states at which tokens were
-sampled are kept, as many as a check has. A row is drafted only after a step has sampled its last known token, also when
-its KV came from the host or from another process.
+sampled or a slice ended are kept, as many as a check has. A sequence has no drafts in the step that places
+it in a row: its KV may come from the host or from another process.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class HeadDrafts(DeviceDrafts):
         states = self._head.fuse(self.states[: flat.positions.size])
         following, batch = self._gather(flat)
         self._head.store(states, following, batch, self._cache)
-        if rows.size:
-            places = self._to_device(rows), self._to_device(flat.positions[at] % _KEPT)
-            self._kept[places] = states[self._to_device(at)]
+        # Also those at the ends of slices without a sample: a prompt's last token alone may be drafted behind.
+        rows, at = np.concatenate((rows, flat.rows)), np.concatenate((at, flat.starts[1:] - 1))
+        places = self._to_device(rows), self._to_device(flat.positions[at] % _KEPT)
+        self._kept[places] = states[self._to_device(at)]
 
     def draft(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Write `counts` drafts of each row behind its token at position `starts`, the last one known."""
