@@ -204,6 +204,8 @@ def test_any_http_process_answers_for_all(tiny_model: Path) -> None:
         assert any("warning: the fair policy shares among the tenants of API keys" in line for line in server.lines)
         first, second = server.process.pid, server.child("http_process")
         with asking(server, request_id="shared"):
+            # Its head may arrive before the engine has the request, and a process that stands still sends nothing.
+            server.wait_until(lambda: explain(server, "shared").status_code == 200)
             for stopped in (first, second):  # while one of them stands still, the other is asked: one owns it, one not
                 os.kill(stopped, signal.SIGSTOP)
                 try:
