@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from running import Running, running
 
+from mostly_long import TIMES
 from processes import is_running
 
 BODY = {"prompt": "the answer to the question", "max_tokens": 450, "ignore_eos": True, "stream": True}
@@ -80,14 +81,13 @@ def test_a_rank_that_hangs_ends_the_engine_after_its_deadline(tiny_model: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_a_killed_rank_ends_the_engine_and_it_comes_back(tiny_model: Path, times: int) -> None:
+def test_a_killed_rank_ends_the_engine_and_it_comes_back(tiny_model: Path) -> None:
     with running(tiny_model, "--tensor-parallel", "2", "--log-level", "error") as server:
-        for _ in range(times):
+        for _ in range(TIMES):
             lose_a_rank(server)
         left = rank_processes(server)
         logged = server.logged()
-        assert logged.count("the device has failed: rank 1 of 2 was killed by SIGKILL") == times
+        assert logged.count("the device has failed: rank 1 of 2 was killed by SIGKILL") == TIMES
         assert "has not answered" not in logged, "its end was noticed by the deadline alone"
     deadline = time.monotonic() + 60
     while any(map(is_running, left)):

@@ -1,6 +1,6 @@
 """SIGKILL of an engine, an actor and a raylet on Ray, under load: what clients see, and what comes back.
 
-Once each, or as often as TIMES in the environment says.
+A few times each, or as often as TIMES in the environment says.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from test_chaos import Client, ended_well
 from test_ray import COMPLETION, are_well, asks
 
 from chairlift.cluster.ray.serve import RayPlan
+from mostly_long import TIMES
 
 pytestmark = pytest.mark.long
-TIMES = int(os.environ.get("TIMES", "1"))
 ROWS = 4  # of each replica's batch: further requests wait without a token
 CLIENTS = 24
 

@@ -18,6 +18,7 @@ from running import Running, running
 
 from chairlift.engine.engine import MAX_FAILED_STEPS
 from chairlift.serving.pace import AT_ONCE, EVERY, LONGEST
+from mostly_long import TIMES
 from tiny import make_tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -136,15 +137,14 @@ def ended_well(answer: bytes, *, stream: bool) -> str:
     return "complete" if status == 200 else "error"
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.long)])
-def test_an_engine_that_is_killed_costs_its_requests_an_error_and_nothing_else(tiny_model: Path, times: int) -> None:
+def test_an_engine_that_is_killed_costs_its_requests_an_error_and_nothing_else(tiny_model: Path) -> None:
     with running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_STEP": "0.02"}) as server:
-        for _ in range(times):
+        for _ in range(TIMES):
             slowest = asyncio.run(_kill_under_load(server))
             assert slowest < 1, "an in-flight request was left in silence"
             server.wait_until(server.is_healthy, 60)
             assert server.post(CHAT, asks(3, stream=False)).status_code == 200
-        assert server.metric("engine_restarts_total") == times
+        assert server.metric("engine_restarts_total") == TIMES
 
 
 async def _kill_under_load(server: Running) -> float:

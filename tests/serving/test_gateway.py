@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Running, keys_file, routed, running
 from test_chaos import Client, asks, ended_well
 
+from mostly_long import TIMES
 from processes import megabytes
 
 COMPLETION = "/v1/completions"
@@ -283,8 +284,7 @@ def test_a_request_that_its_client_cancels_is_cancelled_at_the_server(router: Ru
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_a_killed_server_costs_only_the_requests_that_had_a_token(tiny_model: Path, times: int) -> None:
+def test_a_killed_server_costs_only_the_requests_that_had_a_token(tiny_model: Path) -> None:
     """12 rows a server and 48 requests: half of them wait without a token when one of the two is killed."""
     environment = {"FAKE_STEP": "0.02", "FAKE_SEQUENCES": "12"}
     more: dict[str, Any] = {"fake": True, "environment": environment}
@@ -293,7 +293,7 @@ def test_a_killed_server_costs_only_the_requests_that_had_a_token(tiny_model: Pa
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         router = stack.enter_context(routed(kept, f"http://127.0.0.1:{port}", flags=("--log-level", "error")))
-        for _ in range(times):
+        for _ in range(TIMES):
             with running(tiny_model, "--log-level", "error", port=port, **more) as doomed:
                 router.wait_until(lambda: states(router) == ["ok", "ok"])
                 answers = asyncio.run(kill_under_load(router, [kept, doomed], doomed))
@@ -329,9 +329,8 @@ async def kill_under_load(router: Running, servers: list[Running], doomed: Runni
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_a_killed_router_leaves_nothing_at_the_servers(servers: list[Running], times: int) -> None:
-    for _ in range(times):
+def test_a_killed_router_leaves_nothing_at_the_servers(servers: list[Running]) -> None:
+    for _ in range(TIMES):
         with routed(*servers, flags=("--log-level", "error")) as doomed:
 
             async def kill(doomed: Running = doomed) -> None:

@@ -15,6 +15,7 @@ import pytest
 from raw_http import COMPLETION, connected, post
 from running import keys_file, running
 
+from mostly_long import TIMES
 from processes import megabytes, standing_still
 
 ONE = {"prompt": "Hello", "max_tokens": 1}
@@ -50,12 +51,11 @@ def test_a_tenant_s_limits_hold_over_all_http_processes(tiny_model: Path, tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_model: Path, times: int) -> None:
+def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_model: Path) -> None:
     flags = ("--api-workers", "2", "--log-level", "error")
     stream = post({"prompt": "Hello", "max_tokens": 400, "stream": True})
     with running(tiny_model, *flags, fake=True, environment={"FAKE_STEP": "0.02"}) as server:
-        for number in range(2 * times):
+        for number in range(2 * TIMES):
             with ExitStack() as stack:
                 for _ in range(24):
                     stack.enter_context(connected(server)).sendall(stream)
@@ -74,7 +74,7 @@ def test_processes_that_are_killed_under_load_leave_counts_that_add_up(tiny_mode
             server.wait_until(lambda: server.has_child("http_process"), 60)
             server.wait_until(lambda: all(server.post(COMPLETION, ONE).status_code == 200 for _ in range(12)), 60)
         assert server.metric("requests_failed_total") > 0
-        assert server.metric("requests_submitted_total") >= 2 * times * 10
+        assert server.metric("requests_submitted_total") >= 2 * TIMES * 10
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ def owns(pid: int, folder: Path) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (16, 64))])
+@pytest.mark.parametrize("n", [4, 64])
 def test_an_http_process_that_stands_still_holds_up_little_memory_and_is_told_what_it_missed(
     tiny_model: Path, n: int
 ) -> None:

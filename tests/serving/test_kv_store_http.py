@@ -13,6 +13,7 @@ from redis_server import RedisServer, needs_redis
 from running import Running, running
 from test_replicas import by_replica, settled
 
+from mostly_long import TIMES
 from tiny import make_tiny_model
 
 COMPLETION = "/v1/completions"
@@ -84,10 +85,9 @@ def test_a_tenant_does_not_find_the_blocks_of_another(pair: Running, redis: Redi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.long)])
-def test_clients_do_not_notice_that_the_store_is_killed(pair: Running, redis: RedisServer, times: int) -> None:
+def test_clients_do_not_notice_that_the_store_is_killed(pair: Running, redis: RedisServer) -> None:
     expected = {number: tokens_of(ask(pair, number)) for number in range(8)}
-    for _ in range(times):
+    for _ in range(TIMES):
         with ThreadPoolExecutor(4) as threads:
             answers = [(number % 8, threads.submit(ask, pair, number % 8)) for number in range(24)]
             time.sleep(0.3)

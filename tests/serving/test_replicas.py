@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Running, keys_file, running
 from test_chaos import Client, asks, ended_well
 
+from mostly_long import TIMES
 from tiny import make_tiny_model
 
 COMPLETION = "/v1/completions"
@@ -126,11 +127,10 @@ def fakes(tiny_model: Path, absent: Path) -> Iterator[Running]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_a_killed_replica_costs_only_the_requests_that_had_a_token(fakes: Running, times: int) -> None:
+def test_a_killed_replica_costs_only_the_requests_that_had_a_token(fakes: Running) -> None:
     """12 rows a replica and 48 requests: half of them wait without a token when one of the two is killed."""
     before = sum(by_replica(fakes, "engine_restarts_total").values())
-    for number in range(times):
+    for number in range(TIMES):
         moved = sum(by_replica(fakes, "requests_moved_total").values())
         answers = asyncio.run(kill_one_under_load(fakes, engine_pids(fakes)[number % 2]))
         ends = [ended_well(answer, stream=True) for answer in answers]
@@ -141,7 +141,7 @@ def test_a_killed_replica_costs_only_the_requests_that_had_a_token(fakes: Runnin
         assert sum(by_replica(fakes, "requests_moved_total").values()) - moved >= 6
         fakes.wait_until(lambda: up_replicas(fakes) == ["0", "1"], 60)
         settled(fakes)
-    assert sum(by_replica(fakes, "engine_restarts_total").values()) - before == times
+    assert sum(by_replica(fakes, "engine_restarts_total").values()) - before == TIMES
 
 
 def up_replicas(server: Running) -> list[str]:

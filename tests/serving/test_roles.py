@@ -20,6 +20,7 @@ from test_chaos import Client, ended_well
 from test_replicas import by_replica, engine_pids, settled
 
 from chairlift.routing.pools import LOCAL_TOKENS
+from mostly_long import TIMES
 from tiny import make_tiny_model
 
 COMPLETION = "/v1/completions"
@@ -157,9 +158,6 @@ def test_blocks_of_8_bits_travel_with_their_scales(tiny_model: Path) -> None:
         assert by_replica(apart, "kv_blocks_received_total")["1"] >= 4 * 9
 
 
-TIMES = pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-
-
 @pytest.fixture(scope="module")
 def three(tiny_model: Path) -> Iterator[Running]:
     """One engine for prompts, and two for answers."""
@@ -168,14 +166,13 @@ def three(tiny_model: Path) -> Iterator[Running]:
 
 
 @pytest.mark.long
-@TIMES
 @pytest.mark.parametrize("place", [0, 1], ids=["prefill", "decode"])
 def test_a_killed_engine_costs_only_answers_that_had_begun_there(
-    one: Running, three: Running, place: int, times: int, record_property: pytest.RecordProperty
+    one: Running, three: Running, place: int, record_property: pytest.RecordProperty
 ) -> None:
     expected = [ask(one, 150 + seed, seed, max_tokens=200)["choices"][0]["token_ids"] for seed in range(16)]
     seen = Counter[str]()  # how the answers ended
-    for number in range(times):
+    for number in range(TIMES):
         answers = asyncio.run(kill_under_load(three, place, number))
         for seed, answer in enumerate(answers):
             end = ended_well(answer, stream=True)

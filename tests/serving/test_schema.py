@@ -44,7 +44,7 @@ def generate(server: Running, examples: int, *only: str) -> subprocess.Popen[str
     ("examples", "least"),
     [
         pytest.param(1, 150, id="some"),
-        pytest.param(600, 5_000, id="many"),
+        pytest.param(250, 2_000, id="many"),
     ],
 )
 def test_no_generated_request_breaks_the_server(tiny_model: Path, examples: int, least: int) -> None:
