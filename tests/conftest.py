@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ LONGEST = (
 )
 
 
+# Minutes in which long tests may begin, so that CI ends on a slow machine too; the summary says how many did not.
+LONG_MINUTES = float(os.environ.get("LONG_MINUTES", "inf"))
+TOO_LATE = "the minutes of long tests are used up"
+_began = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("long") is not None and time.monotonic() - _began > 60 * LONG_MINUTES:
+        pytest.skip(TOO_LATE)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
@@ -57,8 +70,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many events the core went through: each test of it reports its own."""
+    """Say how many events the core went through (each test of it reports its own), and what was not run."""
     reports = terminalreporter.getreports("passed")
     counts = [value for report in reports for name, value in report.user_properties if name == "core events"]
     if counts:
         terminalreporter.write_line(f"core: {sum(counts):,} random events, every promise checked after each")
+    late = sum(TOO_LATE in str(report.longrepr) for report in terminalreporter.getreports("skipped"))
+    if late:
+        terminalreporter.write_line(f"{late:,} long tests were not run: LONG_MINUTES={LONG_MINUTES:g} were used up")
