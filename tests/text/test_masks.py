@@ -12,6 +12,7 @@ from chairlift.core.constraint import Constraint, Reasoning, Thinking
 from chairlift.core.errors import RequestError
 from chairlift.core.structured import Structured
 from chairlift.ops.masks import pack_masks
+from chairlift.text import grammar
 from chairlift.text.grammar import GrammarConstraint, Grammars, source_of
 from chairlift.text.tokenizer import Tokenizer
 
@@ -114,3 +115,14 @@ def test_a_grammar_whose_masks_take_long_is_refused(grammars: Grammars) -> None:
     ):
         grammars.check(asked)
     assert source_of(asked) not in grammars._compiled, "asked for again, it would be served"
+
+
+def test_one_slow_mask_of_a_busy_machine_refuses_no_grammar(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seconds = grammar._step, iter([0.0, 1.0])  # of the first two masks; a walk's first does not count
+    limit = grammars._slowest_mask
+    monkeypatch.setattr(grammar, "_step", lambda state, chance: next(seconds, 0 * step(state, chance)))
+    asked = Structured.of({"choice": ["never", "asked", "before"]})
+    assert grammars.check(asked) in grammars._compiled and limit < 1
+    assert next(seconds, None) is None, "the slow mask was seen"
