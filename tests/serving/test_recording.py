@@ -113,7 +113,7 @@ def test_a_file_is_continued_if_it_is_a_recording_and_refused_if_not(tmp_path: P
     assert file.read_bytes() == whole
     other = tmp_path / "notes.txt"
     other.write_text("not a line of ours")
-    for path, why in ((other, "something else"), (tmp_path / "no" / "folder", "No such file"), (tmp_path, "directory")):
+    for path, why in ((other, "other content"), (tmp_path / "no" / "folder", "No such file"), (tmp_path, "directory")):
         with pytest.raises(ChairliftError, match=why):
             prepare(path)
     assert other.read_text() == "not a line of ours"

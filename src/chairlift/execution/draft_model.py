@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from chairlift.core.drafting import MAX_DRAFTS
 from chairlift.core.step import Newcomer, Step
 from chairlift.costs.calibrate import time_checks
 from chairlift.execution.drafts import DeviceDrafts, flat_of
@@ -41,7 +42,7 @@ class DraftModel(DeviceDrafts):
     def use_graphs(self) -> None:
         """Capture passes over a batch as CUDA graphs; twice as many tokens as rows, for drafts that were all taken."""
         capturer = Capturer(self._decoder, self._cache, self._rows, self._max_sequences, self._max_sequences)
-        self.graphs = DecodeGraphs(capturer)
+        self.graphs = DecodeGraphs(capturer, passes=MAX_DRAFTS)
         self.graphs.capture()
 
     def place(self, newcomer: Newcomer) -> None:

@@ -42,7 +42,10 @@ class StagingBuffer(NamedTuple):
 class Inputs:
     """The named inputs of a captured step, in one piece of memory, so that one transfer copies them all."""
 
-    def __init__(self, device: torch.device, shapes: dict[str, tuple[int, ...]], blank: dict[str, int]) -> None:
+    def __init__(
+        self, device: torch.device, shapes: dict[str, tuple[int, ...]], blank: dict[str, int], passes: int = 1
+    ) -> None:
+        """`passes` are the most passes of one engine step."""
         self._places: dict[str, tuple[int, int, int]] = {}  # begin, end and padding value
         end = 0
         for name, shape in shapes.items():
@@ -52,7 +55,8 @@ class Inputs:
         self._views = {name: self._sent[slice(*self._places[name][:2])].view(shape) for name, shape in shapes.items()}
         # A buffer must not change before the device has read it: transfers use several buffers in rotation.
         buffers = [
-            torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(STAGING_BUFFERS)
+            torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for _ in range(passes * STAGING_BUFFERS)
         ]
         self._staging = cycle([StagingBuffer(numbers, numbers.numpy(), {}) for numbers in buffers])
 
@@ -156,7 +160,8 @@ class DecodeGraphs:
     shared prefixes are captured separately, when they are first needed.
     """
 
-    def __init__(self, capturer: Capturer) -> None:
+    def __init__(self, capturer: Capturer, passes: int = 1) -> None:
+        """`passes` are the most passes of one engine step."""
         most = capturer.max_samples
         self._capturer = capturer
         self._sizes = [size for size in LADDER if size < most] + [most]
@@ -164,7 +169,7 @@ class DecodeGraphs:
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("rows", "positions"), (most,))
         shapes |= dict.fromkeys(("places", "blocks"), (self._changes,)) | shared_shapes(most)
         blank = {"rows": capturer.scratch, "places": capturer.rows.scratch_entry, "blocks": capturer.rows.scratch_block}
-        self._inputs = Inputs(capturer.decoder.device, shapes, blank)
+        self._inputs = Inputs(capturer.decoder.device, shapes, blank, passes)
         self._captured: dict[tuple[int, bool, bool], Captured] = {}
 
     @torch.inference_mode()
@@ -199,6 +204,7 @@ class DecodeGraphs:
             return logits, tokens
         return logits[:count], None if tokens is None else tokens[:count]
 
+    @torch.inference_mode()
     def seconds(self, size: int) -> float:
         """Time a step of so many decodes, on scratch rows."""
         rows, positions = np.full(size, self._capturer.scratch), np.zeros(size, np.int64)
