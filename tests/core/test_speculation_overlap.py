@@ -1,7 +1,8 @@
 """The controller with a draft model in an overlapped engine, on a virtual clock with a GPU's and its host's times.
 
 A step without drafts is planned while the device runs the one before; a check is planned, and its drafts are launched
-pass by pass, while the device waits. How long that takes, the controller has to learn.
+pass by pass, while the device waits. How long that takes, the controller has to learn. In a sequence's first check the
+draft model also reads its prompt, and in the very first one its kernels are compiled.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384)
 STEP = [(1, 4.15), (8, 4.6), (32, 5.0), (64, 5.6), (128, 6.9), (256, 9.5), (384, 13.0)]  # ms, by tokens
 PASS = [(1, 0.69), (32, 0.85), (128, 1.3)]  # ms of the draft model, by rows
 PLAN, LAUNCH, CHECK, ROW, DRAFT, APPLY = 0.4e-3, 0.3e-3, 0.8e-3, 6e-6, 0.35e-3, 0.1e-3  # seconds of the host
+READ, COMPILE = 1e-3, 0.3  # seconds: a prompt that the draft model reads; its first reading
 
 
 def padded(points: list[tuple[int, float]], size: int) -> float:
@@ -47,13 +49,20 @@ class OverlappedDevice:
     def __init__(self, clock: ManualClock, acceptance: float, host: float) -> None:
         self._clock, self._acceptance, self._host, self._random = clock, acceptance, host, Random(0)
         self._free = 0.0  # when the device has finished what was launched
+        self._unread: set[int] = set()  # rows
+        self._has_read = False
         self.tokens = 0
 
     def launch(self, step: Step) -> tuple[float, StepResult]:
         clock, drafts = self._clock, dict(step.drafts)
         clock.time += self._host * self._about(PLAN + ROW * len(step.rows))
         start = max(self._free, clock.time)
+        self._unread.update(newcomer.row for newcomer in step.newcomers)
         if drafts:
+            read = self._unread.intersection(step.sample_rows[number] for number in drafts)
+            start += READ * len(read) + COMPILE * (bool(read) and not self._has_read)
+            self._has_read |= bool(read)
+            self._unread -= read
             clock.time += self._host * self._about(CHECK)
             for depth in range(max(map(len, drafts.values()))):
                 rows = sum(len(tokens) > depth for tokens in drafts.values())
@@ -126,7 +135,7 @@ def test_drafts_that_would_pay_are_found_though_the_first_predictions_say_that_n
     assert speed(size, "chosen", 0.75, 8.0, 2.0) >= 0.95 * best
 
 
-PHASES = (1, 8, 64, 8, 1, 32, 1)  # sequences side by side
+PHASES = (1, 1, 8, 64, 8, 1, 32, 1)  # sequences side by side; the first phase is for learning
 
 
 def goodput(way: str, acceptance: float, host: float, seconds: float = 4.0) -> list[int]:
@@ -143,7 +152,7 @@ def goodput(way: str, acceptance: float, host: float, seconds: float = 4.0) -> l
         while clock.time < seconds * (phase + 1):
             engine.step()
         found.append(device.tokens - tokens)
-    return found
+    return found[1:]
 
 
 @pytest.mark.long
@@ -153,5 +162,5 @@ def test_a_load_that_rises_and_falls_is_served_as_by_the_better_of_on_and_off(ac
     off, chosen = (goodput(way, acceptance, host) for way in ("off", "chosen"))
     fixed = [goodput(way, acceptance, host) for way in ("3", "5")]
     assert sum(chosen) >= 0.97 * max(map(sum, [off, *fixed]))
-    for size, own, *others in zip(PHASES, chosen, off, *fixed, strict=True):
+    for size, own, *others in zip(PHASES[1:], chosen, off, *fixed, strict=True):
         assert own >= 0.93 * max(others), (size, own, others)

@@ -24,6 +24,9 @@ _ALIKE = 8  # gains that differ by less than 1 / 8 count as equal
 _CERTAIN = 0.98  # highest acceptance estimate
 _RATE = 0.1  # share of each measurement in an average
 _OVERHEAD_RATE = 0.2  # share of a step's error that corrects the overhead of checks
+# Largest error of a step that counts, relative to the predicted seconds: a check in which the draft model also reads
+# prompts may take many times as long as the others.
+_LARGEST_ERROR = 0.3
 _DRAFTING_WEIGHT = 0.01  # weight of each pass of the draft model in that error, relative to the overhead's 1
 # A trial: an overlapped engine that checks no drafts collects a step early, at least every 2 ** _LONGEST_REST steps.
 _LONGEST_REST = 6
@@ -205,15 +208,15 @@ class Speculation:
             self.times.learn(step.tokens, seconds)
             return
         rows, deepest = len(step.drafts), max(len(tokens) for _, tokens in step.drafts)
-        seconds -= self.check_overhead
         if self._draft_times is None:
-            self.times.learn(step.tokens, seconds - self._drafting(rows, deepest))
+            self.times.learn(step.tokens, seconds - self.check_overhead - self._drafting(rows, deepest))
             return
         # Steps without drafts give the time of the model's pass. The rest of the error is divided between the overhead,
         # which has no measured start value, and the passes of the draft model, which have one. Checks of several depths
         # distinguish the two.
         draft_pass = self._draft_times.seconds(rows)
-        error = seconds - self.times.seconds(step.tokens) - deepest * draft_pass
+        predicted = self.times.seconds(step.tokens) + deepest * draft_pass + self.check_overhead
+        error = max(-_LARGEST_ERROR * predicted, min(_LARGEST_ERROR * predicted, seconds - predicted))
         share = error / (1 + _DRAFTING_WEIGHT * deepest * deepest)
         self.check_overhead = max(0.0, self.check_overhead + _OVERHEAD_RATE * share)
         self._draft_times.learn(rows, draft_pass + _DRAFTING_WEIGHT * deepest * share)

@@ -24,6 +24,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.ops.kv_cache import KvCache
 
 _AT_ONCE = 4096  # tokens of prompts in one pass
+_SHORT = 64  # tokens of a short prompt
 
 
 class DraftModel(DeviceDrafts):
@@ -40,10 +41,16 @@ class DraftModel(DeviceDrafts):
 
     @torch.inference_mode()
     def use_graphs(self) -> None:
-        """Capture passes over a batch as CUDA graphs; twice as many tokens as rows, for drafts that were all taken."""
+        """Capture passes over a batch as CUDA graphs, and compile what reads prompts.
+
+        A captured pass has up to twice as many tokens as rows, for drafts that were all taken.
+        """
         capturer = Capturer(self._decoder, self._cache, self._rows, self._max_sequences, self._max_sequences)
         self.graphs = DecodeGraphs(capturer, passes=MAX_DRAFTS)
         self.graphs.capture()
+        longest = self._rows.tokens.shape[1]
+        for length in {min(_SHORT, longest), min(_AT_ONCE, longest)}:  # of a row that has no sequence yet
+            self._forward(flat_of(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([length])), None)
 
     def place(self, newcomer: Newcomer) -> None:
         """Note that a row has another sequence."""
