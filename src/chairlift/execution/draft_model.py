@@ -48,7 +48,7 @@ class DraftModel(DeviceDrafts):
         capturer = Capturer(self._decoder, self._cache, self._rows, self._max_sequences, self._max_sequences)
         self.graphs = DecodeGraphs(capturer, passes=MAX_DRAFTS)
         self.graphs.capture()
-        longest = self._rows.tokens.shape[1]
+        longest = self._rows.tokens.shape[1] - 1  # the last column takes the token sampled behind the longest sequence
         for length in {min(_SHORT, longest), min(_AT_ONCE, longest)}:  # of a row that has no sequence yet
             self._forward(flat_of(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([length])), None)
 
