@@ -46,7 +46,10 @@ def set_way(engine: Engine, speculation: Speculation, way: str) -> None:
 
 
 def run(engine: Engine, prompts: Iterable[list[int]], output: int) -> tuple[int, float]:
-    """Answer prompts side by side; return the tokens, and the seconds since all of them have been read."""
+    """Answer prompts side by side; return tokens and seconds from when all have been read until the first answer ends.
+
+    So each step that is timed has the whole batch.
+    """
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     size = 0
     for prompt in prompts:
@@ -55,7 +58,8 @@ def run(engine: Engine, prompts: Iterable[list[int]], output: int) -> tuple[int,
     begun: set[str] = set()
     steps = tokens = 0
     start: float | None = None
-    while engine.has_work:
+    is_whole = True
+    while is_whole:
         outcome = engine.step()
         count = 0
         for event in outcome:
@@ -63,6 +67,7 @@ def run(engine: Engine, prompts: Iterable[list[int]], output: int) -> tuple[int,
                 raise ChairliftError(f"a request in a batch of {size} failed: {event.error}")
             begun.add(event.sequence.request.id)
             count += event.token is not None
+            is_whole = is_whole and event.finish_reason is None
         if start is not None:
             tokens += count
         elif len(begun) == size:
@@ -70,7 +75,12 @@ def run(engine: Engine, prompts: Iterable[list[int]], output: int) -> tuple[int,
             start = engine.clock.now() if steps > _WARM else None
     if start is None:
         raise ChairliftError(f"answers of {counted(output, 'token')} are too short to time: raise --output")
-    return tokens, engine.clock.now() - start
+    seconds = engine.clock.now() - start
+    for number in range(size):
+        engine.abort(f"s{number}")
+    while engine.has_work:
+        engine.step()
+    return tokens, seconds
 
 
 def measure_sizes(

@@ -24,13 +24,14 @@ _ALIKE = 8  # gains that differ by less than 1 / 8 count as equal
 _CERTAIN = 0.98  # highest acceptance estimate
 _RATE = 0.1  # share of each measurement in an average
 _OVERHEAD_RATE = 0.2  # share of a step's error that corrects the overhead of checks
-# Largest error of a step that counts, relative to the predicted seconds: a check in which the draft model also reads
-# prompts may take many times as long as the others.
-_LARGEST_ERROR = 0.3
+_LARGEST_ERROR = 0.5  # of a step with drafts that counts, relative to the predicted seconds: some disturb the device
 _DRAFTING_WEIGHT = 0.01  # weight of each pass of the draft model in that error, relative to the overhead's 1
 # A trial: an overlapped engine that checks no drafts collects a step early, at least every 2 ** _LONGEST_REST steps.
-_LONGEST_REST = 6
-_TRIAL_SPEED = 0.75  # least predicted speed of a trial, relative to no drafts: the prediction may be wrong
+_LONGEST_REST = 9
+# A trial checks drafts that are predicted to be slower than none by this share or less, since the prediction may be
+# wrong; by a smaller one after each trial without a gain.
+_TRIAL_LOSS, _TRIAL_LOSS_FALLS = 0.25, 0.75
+_REGIMES = 24  # batches of 2 ** 23 sequences and more share the last
 
 
 @dataclass(slots=True)
@@ -50,6 +51,17 @@ class Drafted:
             self.accepted[place] += 1
 
 
+@dataclass(slots=True)
+class Regime:
+    """What was learned of checks in batches of about one size."""
+
+    # Seconds that a step with drafts takes beside its pass and its drafting: an overlapped engine collects the step
+    # before it first, and plans while the device waits.
+    overhead: float | None = None
+    misses: int = 0  # trials in a row without a draft that was predicted to pay
+    steps_to_trial: int = 0
+
+
 class Speculation:
     """Chooses the drafts of every step, and learns what was accepted."""
 
@@ -67,14 +79,11 @@ class Speculation:
         self.max_drafts = max_drafts
         self._most = most  # drafts in a step
         self.fixed: int | None = None  # drafts of every check, in experiments only
-        # Seconds that a step with drafts takes beside its pass and its drafting: an overlapped engine collects the step
-        # before it first, and plans while the device waits.
-        self.check_overhead = 0.0
+        self._regimes = [Regime() for _ in range(_REGIMES)]  # by the bits of the number of decodes
         self._draft_times = draft_times  # of one pass of a draft model, by the number of sequences
         self._hits = [0.0] * GRADES
         self._tries = [0.0] * GRADES
-        self._misses = 0  # trials in a row without a draft that was predicted to pay
-        self._steps_to_trial = 0
+        self._reads_prompts = False  # whether the draft model reads prompts in the step that is planned
         self._steps_since_drafts = 0  # steps since `choose` was last called
         self._is_trial = False  # whether the step that is planned is a trial
 
@@ -94,7 +103,7 @@ class Speculation:
             size = min(most, 2 * size)
             gain = decodes + (size - decodes) * _CERTAIN
             depth = -(-(size - decodes) // decodes)
-            if (self.times.seconds(size) + self._drafting(decodes, depth) + self.check_overhead) / gain < now:
+            if (self.times.seconds(size) + self._drafting(decodes, depth) + self.overhead(decodes)) / gain < now:
                 return True
         return False
 
@@ -103,9 +112,10 @@ class Speculation:
         self._is_trial = False
         if is_checking:
             return True
-        self._steps_to_trial -= 1
         self._steps_since_drafts += 1
-        self._is_trial = self._steps_to_trial < 0 and any(map(_may_draft, running)) and self.may_pay(len(running))
+        regime = self._regime(len(running))
+        regime.steps_to_trial -= 1
+        self._is_trial = regime.steps_to_trial < 0 and any(map(_may_draft, running)) and self.may_pay(len(running))
         return self._is_trial
 
     def choose(self, sequences: list[Sequence], decodes: int, prompt_tokens: int) -> list[Proposal]:
@@ -128,6 +138,9 @@ class Speculation:
                 self._hits[proposal.grade] *= kept
                 self._tries[proposal.grade] *= kept
             sequence.grade = proposal.grade
+        self._reads_prompts = any(
+            depth and not sequence.drafted for sequence, depth in zip(sequences, depths, strict=True)
+        )
         return [
             Proposal(proposal.tokens[:depth], proposal.grade) for proposal, depth in zip(proposals, depths, strict=True)
         ]
@@ -162,24 +175,40 @@ class Speculation:
 
     def _count(self, gains: list[tuple[float, int, int]], drafting: int, decodes: int, prompt_tokens: int) -> int:
         """Return the number of drafts, from the first on, with the most expected tokens a second."""
-        size, most = decodes + prompt_tokens, len(gains)
+        size, most, overhead = decodes + prompt_tokens, len(gains), self.overhead(decodes)
         none = decodes / self.times.seconds(size)
-        best, count = none * _TRIAL_SPEED if self._is_trial else none, 0
+        regime = self._regime(decodes)
+        loss = _TRIAL_LOSS * _TRIAL_LOSS_FALLS**regime.misses if self._is_trial else 0.0
+        best, count = (1 - loss) * none, 0
         expected, deepest = float(decodes), 0
         for number, (gain, _, depth) in enumerate(gains, 1):
             expected += gain
             deepest = max(deepest, depth)
             if number < most and gains[number][2] <= deepest and not self.times.rises_after(size + number):
                 continue  # the next draft costs no time
-            seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest) + self.check_overhead
+            seconds = self.times.seconds(size + number) + self._drafting(drafting, deepest) + overhead
             if expected / seconds > best:
                 best, count = expected / seconds, number
         if best > none:
-            self._misses = 0
+            regime.misses = 0
         else:
-            self._misses = min(self._misses + 1, _LONGEST_REST)
-            self._steps_to_trial = 1 << self._misses
+            regime.misses = min(regime.misses + 1, _LONGEST_REST)
+            regime.steps_to_trial = 1 << regime.misses
         return count
+
+    def _regime(self, decodes: int) -> Regime:
+        return self._regimes[min(decodes.bit_length(), _REGIMES - 1)]
+
+    def overhead(self, decodes: int) -> float:
+        """Return the seconds that a step with drafts takes beside its pass and its drafting."""
+        found = self._regime(decodes).overhead
+        if found is None:  # that of the batch size next to it
+            bits = decodes.bit_length()
+            known = [
+                (abs(each - bits), of.overhead) for each, of in enumerate(self._regimes) if of.overhead is not None
+            ]
+            found = min(known, default=(0, 0.0))[1]
+        return found
 
     def _drafting(self, sequences: int, depth: int) -> float:
         """Return the seconds that drafting takes."""
@@ -208,23 +237,29 @@ class Speculation:
             self.times.learn(step.tokens, seconds)
             return
         rows, deepest = len(step.drafts), max(len(tokens) for _, tokens in step.drafts)
+        decodes = len(step.samples)
+        overhead = self.overhead(decodes)
         if self._draft_times is None:
-            self.times.learn(step.tokens, seconds - self.check_overhead - self._drafting(rows, deepest))
+            self.times.learn(step.tokens, seconds - overhead - self._drafting(rows, deepest))
+            return
+        if self._reads_prompts:
             return
         # Steps without drafts give the time of the model's pass. The rest of the error is divided between the overhead,
         # which has no measured start value, and the passes of the draft model, which have one. Checks of several depths
         # distinguish the two.
         draft_pass = self._draft_times.seconds(rows)
-        predicted = self.times.seconds(step.tokens) + deepest * draft_pass + self.check_overhead
+        predicted = self.times.seconds(step.tokens) + deepest * draft_pass + overhead
         error = max(-_LARGEST_ERROR * predicted, min(_LARGEST_ERROR * predicted, seconds - predicted))
         share = error / (1 + _DRAFTING_WEIGHT * deepest * deepest)
-        self.check_overhead = max(0.0, self.check_overhead + _OVERHEAD_RATE * share)
+        self._regime(decodes).overhead = max(0.0, overhead + _OVERHEAD_RATE * share)
         self._draft_times.learn(rows, draft_pass + _DRAFTING_WEIGHT * deepest * share)
 
     def observe_early(self, step: StepPlan, seconds: float) -> None:
         """Update the overhead with the time for which the device waited while a step was planned and launched."""
         if self._draft_times is None or not step.drafts:  # otherwise `observe_step` learns it
-            self.check_overhead += _RATE * (seconds - self.check_overhead)
+            decodes = len(step.samples)
+            overhead = self.overhead(decodes)
+            self._regime(decodes).overhead = overhead + _RATE * (seconds - overhead)
 
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended; later drafts may come from its answer."""
