@@ -34,8 +34,9 @@ def report(summary: dict[str, Any], outlook: Outlook) -> str:
         ("peak concurrency", f"{summary['peak_concurrency']:,}"),
         ("preemptions", f"{summary['preemptions']:,}"),
         ("devices busy", f"{summary['busy']:.1%}"),
-        ("requests within all targets", f"{summary['good']:.2%}"),
     ]
+    if summary["targets_ms"]:
+        totals.append(("requests within all targets", f"{summary['good']:.2%}"))
     totals += [(f"{each['requests']:,} rejected, for example", each["example"]) for each in summary["rejections"]]
     latencies: list[tuple[str, ...]] = [("ms", "mean", "p50", "p90", "p99", "max")]
     latencies += [(_NAMES[name], *(f"{each:,.1f}" for each in own.values())) for name, own in summary["ms"].items()]
@@ -44,6 +45,7 @@ def report(summary: dict[str, Any], outlook: Outlook) -> str:
         [
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{escape(head)}</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_STYLE}</style></head><body><h1>{escape(head)}</h1>",
             "<p>Step times are predicted by a cost model, not measured.</p>",
             _table(totals),
@@ -66,10 +68,15 @@ def _plots(summary: dict[str, Any], outlook: Outlook) -> list[str]:
     }
     limits = {f"{_NAMES[name]} target": limit for name, limit in targets.items()}
     rows = [series.rows() for series in outlook.series]
+    waiting = _over_time(rows, "waiting")
     return [
         chart("Latency by share of requests", "ms", shares, x_label="% of requests", is_log=True, limits=limits),
         chart("Batch: sequences that run", "sequences", _over_time(rows, "running")),
-        chart("Requests that wait", "sequences", _over_time(rows, "waiting")),
+        *(
+            [chart("Requests that wait", "sequences", waiting)]
+            if any(y for line in waiting.values() for _, y in line)
+            else []
+        ),
         chart("KV cache in use", "%", _over_time(rows, "kv", 100)),
         chart("Prompt tokens of a step", "tokens", _over_time(rows, "prompt_tokens")),
         chart("Sampled tokens of a step", "tokens", _over_time(rows, "decodes")),
