@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,11 +108,24 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 LONGEST_FILE = 450
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """Every import, call, attribute and keyword in a file."""
+    file = FILES[module]
+    kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.keyword)
+    return [node for node in ast.walk(ast.parse(file.read_text(), file)) if isinstance(node, kinds)]
+
+
+@cache
+def imports_of(module: str) -> list[str]:
+    return list(find_imports(module))
+
+
+def find_imports(module: str) -> Iterator[str]:
     """Every module that a file imports, wherever in it, relative ones resolved, each name of a `from` as its own."""
     file = FILES[module]
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(file.read_text(), file)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -261,7 +275,7 @@ def test_the_engine_needs_no_torch(module: str) -> None:
 @pytest.mark.parametrize("module", FILES)
 def test_nothing_runs_code_that_it_read(module: str) -> None:
     assert foreign_in(module).isdisjoint(UNSAFE_MODULES)
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in nodes_of(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in UNSAFE_CALLS, f"line {node.lineno} calls {node.func.id}()"
         if isinstance(node, ast.Attribute):

@@ -19,12 +19,13 @@ LINK = re.compile(r"\]\(((?!http)[^)#\s]*)(?:#([^)]*))?\)")
 SELECTED = re.compile(r"`(?:\w+=\S+ )*pytest ([^`]*)`|`(-k [^`]*)` there")
 FILE = re.compile(r"\b(?:pytest|python) [^`|\n]*?((?:tests|benchmarks)/[\w/.]+)")
 
+COMMANDS: Any = typer.main.get_command(cli.app)
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def unknown_flags(words: list[str]) -> list[str]:
     """The words that begin with a dash and are no flags of the command that the first words name."""
-    command: Any = typer.main.get_command(cli.app)
+    command = COMMANDS
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def every_command(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
 COMMANDS = dict(every_command(typer.main.get_command(cli.app)))
 
 
+@cache
 def shown(*arguments: str, columns: int = 80) -> str:
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": str(columns)}, prog_name="chairlift")
     assert done.exit_code == 0

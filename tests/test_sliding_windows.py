@@ -14,7 +14,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.core.errors import CapacityError
 from chairlift.models.blocks import CacheSpec
 from chairlift.models.cache_layout import CacheLayout
-from test_greedy import continue_with_transformers
+from test_greedy import continue_with_transformers, likeliest_after
 from tiny import make_tiny_model
 
 WINDOW = 24
@@ -59,7 +59,11 @@ def test_long_prompts_with_common_prefixes_equal_transformers_far_past_the_windo
     prompts = [first, first[:200] + words(draw, 30), first[:64] + words(draw, 70), words(draw, 50), first, first[:201]]
     prompts += [words(draw, 9), words(draw, 11), words(draw, 13)]  # these grow together, until memory runs out
     reference = load(folder)
-    expected = [continue_with_transformers(reference, prompt, ANSWER) for prompt in prompts]
+    plain = LLM(str(folder), progress=False, max_length=320, prefix_cache=False).generate(prompts, GREEDY)
+    expected = [result.outputs[0].token_ids for result in plain]
+    for prompt, answer in zip(prompts, expected, strict=True):
+        assert likeliest_after(reference, prompt, answer) == answer
+    assert continue_with_transformers(reference, prompts[1], ANSWER) == expected[1]
     for way, settings in WAYS.items():
         llm = LLM(str(folder), progress=False, max_length=320, max_sequences=9, **settings)
         scheduler = llm.engine.scheduler

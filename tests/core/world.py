@@ -21,12 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from random import Random
 from struct import unpack
 from typing import Any
 
 from device import GARBAGE, FakeExecutor, mark_in
-from fakes import VOCAB, ManualClock, answer_to, beams_to, marks_of
+from fakes import VOCAB, ManualClock, answer_to, beams_to, first_mark, mark_after, marks_of
 from watched import WatchedScheduler, blocks_of
 
 from chairlift.core.assemble import parts
@@ -334,10 +335,9 @@ class World:
         """
         device = self.executor
         may_be_wrong = device.is_doubtful
-        for salt, tokens, node in nodes_of(self.scheduler.memory.prefix_cache):
+        for salt, tokens, marks, node in nodes_of(self.scheduler.memory.prefix_cache):
             if may_be_wrong and not node.is_ready:
                 continue
-            marks = marks_of(tokens, salt)[-device.block_size :]
             for group, block in enumerate((node.block, *node.others)):
                 own = [mark_in(mark, group) for mark in marks]
                 assert block < 0 or device.read_block(block) == own, f"block {block} does not hold {tokens} of {salt!r}"
@@ -465,12 +465,15 @@ class World:
             del self.live[sequence.request.id]
 
 
-def nodes_of(cache: PrefixCache | None) -> Iterator[tuple[str, list[int], Node]]:
-    """Every node of the tree with its salt and all tokens up to its end."""
-    stack = [(root.chunk.decode(), [], root) for root in (cache._roots.values() if cache is not None else ())]
+def nodes_of(cache: PrefixCache | None) -> Iterator[tuple[str, list[int], list[int], Node]]:
+    """Every node of the tree with its salt, all tokens up to its end, and what its own are in the cache."""
+    roots = cache._roots.values() if cache is not None else ()
+    stack = [(salt := root.chunk.decode(), list[int](), first_mark(salt), root) for root in roots]
     while stack:
-        salt, before, node = stack.pop()
+        salt, before, mark, node = stack.pop()
         for child in node.children.values():
-            tokens = before + list(unpack(f"{len(child.chunk) // 4}i", child.chunk))
-            stack.append((salt, tokens, child))
-            yield salt, tokens, child
+            own = unpack(f"{len(child.chunk) // 4}i", child.chunk)
+            marks = list(accumulate(own, mark_after, initial=mark))[1:]
+            tokens = [*before, *own]
+            stack.append((salt, tokens, marks[-1], child))
+            yield salt, tokens, marks, child
