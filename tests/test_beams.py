@@ -12,6 +12,7 @@ import transformers
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.errors import RequestError
+from mostly_long import mostly_long
 from tiny import make_tiny_model
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -88,7 +89,7 @@ def model(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "search", [pytest.param(each, marks=pytest.mark.long if place % 2 else []) for place, each in enumerate(SEARCHES)]
+    "search", [pytest.param(each, marks=pytest.mark.long if place % 4 else []) for place, each in enumerate(SEARCHES)]
 )
 def test_every_search_gives_the_beams_of_transformers(folder: Path, model: Any, search: str) -> None:
     draw = random.Random(1)
@@ -103,7 +104,7 @@ def test_every_search_gives_the_beams_of_transformers(folder: Path, model: Any, 
     assert llm.engine.scheduler.pool.owned == 0
 
 
-@pytest.mark.parametrize("stops", [2, 10, 40])
+@pytest.mark.parametrize("stops", mostly_long([10, 2, 40]))
 def test_many_stop_tokens_give_the_beams_of_transformers(folder: Path, model: Any, stops: int) -> None:
     draw = random.Random(stops)
     eos = draw.sample(range(64), stops)

@@ -206,7 +206,7 @@ class Guess(Drafter):
         return Proposal(self._random.choices(LIKELY, (9, 1, 1, 1, 1, 1), k=most))
 
 
-@pytest.mark.parametrize("way", mostly_long(["top_p and top_k", "penalties", "plain", "min_p"], 2))
+@pytest.mark.parametrize("way", mostly_long(["top_p and top_k", "penalties", "plain", "min_p"]))
 def test_sampled_tokens_keep_their_distribution(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path, tokenizer=False, initializer_range=0.12)
     prompt = prompts_of(5, 1)[0]
