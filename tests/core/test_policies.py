@@ -24,7 +24,7 @@ from chairlift.core.prefill import PREFILL_MODES
 from chairlift.core.request import Phase
 from chairlift.core.settings import SchedulingSettings
 
-WALKS = 8  # of each size and policy: 7 x 17 x 8 x 600 > 500,000
+WALKS = 7  # of each size and policy: 7 x 17 x 7 x 600 is about 500,000
 EVENTS_A_WALK = 600
 TENANTS = ("", "a", "b", "c")
 

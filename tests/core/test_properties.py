@@ -279,10 +279,10 @@ def test_no_life_of_moves_chosen_one_by_one_breaks_a_promise(size: int, record_p
     Life.events = 0
     run_state_machine_as_test(
         Life,
-        settings=settings(QUIET, max_examples=60 * size, stateful_step_count=40),
+        settings=settings(QUIET, max_examples=30 * size, stateful_step_count=40),
     )
     record_property("core events", Life.events)
-    assert Life.events > 200 * size
+    assert Life.events > 100 * size
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
