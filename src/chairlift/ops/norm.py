@@ -54,9 +54,9 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return scaled.to(x.dtype) * weight if weight.dtype == x.dtype else (scaled * weight).to(x.dtype)
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy")
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def normalize(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, first: int, last: int) -> None:
-    """Norm the rows first..last of x into `out`, which may be x; compiled, for calls from other kernels."""
+    """Norm the rows first..last of x into `out`, which may be x; compiled, for calls from other kernels and alone."""
     size = x.shape[1]
     for row in range(first, last):
         total = numba.float32(0.0)
