@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import make_faster
 
     make_faster()
+
+# Where bytecode files are switched off, each process that a test starts would compile all our modules: 2 s a server.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # `make test &` starts with SIGINT ignored, and so would every process that a test starts and interrupts.
