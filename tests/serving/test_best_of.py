@@ -38,13 +38,6 @@ def nothing_is_lost(llm: LLM) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Running]:
-    with running(tiny_model, "--max-length", "256", "--kv-tokens", "4096") as started:
-        yield started
-        started.wait_until(started.is_idle)
-
-
-@pytest.fixture(scope="module")
 def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that takes seconds for an answer, and that wants keys."""
     keys = keys_file(tmp_path_factory.mktemp("keys"), metered="tokens_per_minute = 90")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +91,6 @@ ASKING: dict[str, Any] = {
     "vllm_xargs": {"a": 1},
     "web_search_options": {"search_context_size": "low"},
 }
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Running]:
-    with running(tiny_model, "--kv-tokens", "4096") as started:
-        yield started
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

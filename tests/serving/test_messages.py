@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import anthropic
 import pydantic
 import pytest
 from anthropic import Anthropic
-from api_model import MODEL, SCHEMA, serving, wrong_bodies
+from api_model import MODEL, SCHEMA, wrong_bodies
 from running import Running
 
 USER: Any = {"role": "user", "content": "What is the answer?"}
@@ -20,9 +19,8 @@ THINKING: Any = {"type": "enabled", "budget_tokens": 4}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("model")) as started:
-        yield started
+def server(thinker: Running) -> Running:
+    return thinker
 
 
 @pytest.fixture(scope="module")

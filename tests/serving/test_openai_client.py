@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai_calls import GREEDY, MESSAGES, MODEL, PROMPT, SEEDED, chat, complete, texts_of
-from running import Running, running
+from running import Running
 
 from chairlift import LLM, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Running]:
-    with running(tiny_model, "--served-model-name", MODEL, "--max-length", "256", "--kv-tokens", "4096") as started:
-        yield started
-        started.wait_until(started.is_idle)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
-from api_model import MODEL, SCHEMA, serving, wrong_bodies
+from api_model import MODEL, SCHEMA, wrong_bodies
 from openai import OpenAI
 from running import Running
 
@@ -25,9 +24,8 @@ INPUT: Any = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("model")) as started:
-        yield started
+def server(thinker: Running) -> Running:
+    return thinker
 
 
 @pytest.fixture(scope="module")

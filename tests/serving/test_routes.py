@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai_calls import MODEL
 from running import Running, refused, running
 
 import chairlift
@@ -44,7 +45,7 @@ def test_every_get_route_answers(server: Running) -> None:
     for route in ROUTES:
         if route.method == "GET":
             wanted = 404 if "{id}" in route.path else 200  # none of that name is under way
-            assert server.get(route.path.replace("{name:path}", "tiny")).status_code == wanted, route
+            assert server.get(route.path.replace("{name:path}", MODEL)).status_code == wanted, route
 
 
 def test_the_metrics_are_prometheus_text(server: Running) -> None:
@@ -62,7 +63,7 @@ def test_a_text_comes_back_from_its_tokens(server: Running, text: str) -> None:
 
 
 def test_a_conversation_is_tokenized_as_a_chat_completion_reads_it(server: Running) -> None:
-    tokens = server.post("/tokenize", {"messages": MESSAGES, "model": "tiny"}).json()["tokens"]
+    tokens = server.post("/tokenize", {"messages": MESSAGES, "model": MODEL}).json()["tokens"]
     written = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
     assert written == "<|begin|>user\nHello<|end|>\n<|begin|>assistant\n"
     reply = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}).json()
@@ -107,7 +108,7 @@ def test_there_is_no_other_route_and_no_other_method(server: Running) -> None:
     for path in {route.path for route in ROUTES}:
         allowed = [route.method for route in ROUTES if route.path == path]
         for method in {"GET", "POST", "PUT", "DELETE"}.difference(allowed):
-            response = server.request(method, path.replace("{name:path}", "tiny"))
+            response = server.request(method, path.replace("{name:path}", MODEL))
             assert refused(response, 405)["code"] == "wrong_method"
             assert response.headers["allow"] == ", ".join(allowed)
 
