@@ -157,9 +157,7 @@ class Watch:
                 if now > deadline:
                     self._kill()
             elif self.fault is None and self._is_stalled(now):
-                counters = self._board.read()
-                slowest = counters.index(min(counters))
-                self.fail(f"rank {slowest} of {self._size} has not answered for {STALLED:.0f} s")
+                self.fail(silence_of(self._board.read(), STALLED))
 
     def _hear(self, each: RankProcess) -> bool:
         """Read a rank's reports; return whether its process still runs."""
@@ -219,3 +217,16 @@ class Watch:
         for each in self._processes:
             if each.process is not None and each.process.poll() is None:
                 each.process.kill()
+
+
+def silence_of(counters: list[int], seconds: float) -> str:
+    """Name the ranks that are furthest behind; all that are equally far, since any of them may be the cause.
+
+    >>> silence_of([7, 6], 8)
+    'rank 1 of 2 has not answered for 8 s'
+    >>> silence_of([6, 6, 7, 6], 8)
+    'ranks 0, 1 and 3 of 4 have not answered for 8 s'
+    """
+    *others, last = [str(rank) for rank, count in enumerate(counters) if count == min(counters)]
+    named = f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    return f"{named} of {len(counters)} {'have' if others else 'has'} not answered for {seconds:.0f} s"
