@@ -214,7 +214,7 @@ def check_slots(run: dict[str, Any], slots: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", mostly_long([True, False]))
-@pytest.mark.parametrize("preemption", PREEMPTIONS)
+@pytest.mark.parametrize("preemption", mostly_long(PREEMPTIONS))
 def test_a_preempted_request_has_two_stays_and_its_full_length(model: str, preemption: str, overlap: bool) -> None:
     mix = Mix("tight", few(90, 100, 80, 95), 100, lengths_are_known=False)
     axes = {"batching": ["continuous"], "preemption": [preemption]}
@@ -304,7 +304,11 @@ def test_the_command_writes_a_table_numbers_and_pictures(model: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "flags", [("compare", "--output", "pictures"), ("bench", "cache", "--trace", "x", "--plot", "a.svg")]
+    "flags",
+    [
+        ("compare", "--output", "pictures"),
+        pytest.param(("bench", "cache", "--trace", "x", "--plot", "a.svg"), marks=pytest.mark.long),
+    ],
 )
 def test_without_matplotlib_pictures_are_refused_before_anything_is_measured(
     flags: tuple[str, ...], tmp_path: Path

@@ -32,7 +32,7 @@ def test_a_range_of_replicas_needs_a_cluster() -> None:
     assert found.stderr == "error: --replicas is 1..3: a range needs --on ray; use one number\n"
 
 
-@pytest.mark.parametrize("given", mostly_long(["0", "two", "3..1", "65", "-1", "1..", "1..65"], 3))
+@pytest.mark.parametrize("given", mostly_long(["0", "two", "3..1", "65", "-1", "1..", "1..65"]))
 def test_a_wrong_number_of_replicas_is_refused(given: str) -> None:
     command = [sys.executable, "-m", "chairlift", "serve", "--replicas", given]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)

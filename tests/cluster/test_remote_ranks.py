@@ -41,31 +41,24 @@ def remote(*hosts: RankHost, key: str = KEY) -> Remote:
     return Remote([host.address for host in hosts], key, LOOPBACK)
 
 
-def test_tokens_on_remote_ranks_equal_those_of_one_rank_and_a_host_takes_a_second_engine(
+def test_tokens_on_remote_ranks_equal_those_of_one_rank_and_a_host_takes_engines_until_one_loses_its_rank(
     host: RankHost, tiny_model: Path
 ) -> None:
+    """A rank that is killed ends its engine with an error that names it."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     settings = {"dtype": "float32", "kv_tokens": 512}
     with LLM(str(tiny_model), **settings) as one:
         expected = answers(one, PROMPTS, params)
-    for _ in range(2):
+    for is_killed in (False, True):
         ranks = Ranks(2, CPU, remote(host))
         with llm_on(ranks, tiny_model, **settings) as llm:
             assert answers(llm, PROMPTS, params) == expected
+            if is_killed:
+                assert host.pid is not None
+                os.kill(host.pid, signal.SIGKILL)
+                with pytest.raises(ChairliftError, match="rank 1 of 2: its process or its host has ended"):
+                    answers(llm, PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
         ranks.close()
-
-
-def test_a_remote_rank_that_is_killed_ends_the_engine_with_an_error_that_names_it(
-    host: RankHost, tiny_model: Path
-) -> None:
-    ranks = Ranks(2, CPU, remote(host))
-    with llm_on(ranks, tiny_model, dtype="float32", kv_tokens=512) as llm:
-        answers(llm, PROMPTS, SamplingParams(max_tokens=4))
-        assert host.pid is not None
-        os.kill(host.pid, signal.SIGKILL)
-        with pytest.raises(ChairliftError, match="rank 1 of 2: its process or its host has ended"):
-            answers(llm, PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
-    ranks.close()
 
 
 def test_another_key_is_refused(host: RankHost) -> None:

@@ -73,7 +73,8 @@ def server(tiny_model: Path) -> Iterator[Running]:
         yield found
 
 
-@pytest.mark.parametrize("clients", [40, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.long  # test_openai_leaving.py has a short one
+@pytest.mark.parametrize("clients", [40, 2000])
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(server: Running, clients: int) -> None:
     chance = random.Random(1)
 
@@ -167,7 +168,7 @@ async def _kill_under_load(server: Running) -> float:
 
 
 def test_clients_that_retry_at_once_are_slowed_down_while_the_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
-    absent, seconds, clients = tmp_path / "absent", 2.0, 12
+    absent, seconds, clients = tmp_path / "absent", 1.0, 12
     with (
         running(tiny_model, "--log-level", "error", fake=True, environment={"FAKE_ABSENT": str(absent)}) as server,
         ThreadPoolExecutor(clients) as pool,

@@ -16,6 +16,8 @@ import httpx
 import pytest
 from running import Running, keys_file, running
 
+from mostly_long import mostly_long
+
 COMPLETION = "/v1/completions"
 OPERATOR, ALICE, BOB = (
     {"Authorization": f"Bearer {key}"} for key in ("sk-key-of-operator", "sk-key-of-alice", "sk-key-of-bob")
@@ -160,13 +162,19 @@ def test_the_command_prints_it_in_plain_lines(crowd: Running) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (("nothing", "--api-key", "sk-key-of-alice"), "HTTP 404: no running or waiting request has the id 'nothing'"),
-        (("a/../b", "--api-key", "sk-key-of-alice"), "HTTP 404"),
-        (("first",), "HTTP 401: no valid API key"),
-        (("first", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (connection refused)"),
-        (("first", "--url", "nowhere"), "'nowhere' is not a URL of a server"),
-    ],
+    mostly_long(
+        [
+            (
+                ("nothing", "--api-key", "sk-key-of-alice"),
+                "HTTP 404: no running or waiting request has the id 'nothing'",
+            ),
+            (("a/../b", "--api-key", "sk-key-of-alice"), "HTTP 404"),
+            (("first",), "HTTP 401: no valid API key"),
+            (("first", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (connection refused)"),
+            (("first", "--url", "nowhere"), "'nowhere' is not a URL of a server"),
+        ],
+        1,
+    ),
 )
 def test_what_goes_wrong_is_one_line(server: Running, arguments: tuple[str, ...], said: str) -> None:
     done = run_command("--url", server.url, *arguments)

@@ -326,7 +326,7 @@ def test_several_http_processes_serve_one_model_and_sum_their_metrics(tiny_model
 
 def test_sigterm_lets_a_running_stream_finish_and_refuses_new_requests(tiny_model: Path) -> None:
     with running(tiny_model, fake=True, environment={"FAKE_STEP": "0.02"}) as server:
-        with streaming(server, max_tokens=80) as chunks:
+        with streaming(server, max_tokens=50) as chunks:
             server.process.send_signal(signal.SIGTERM)
             server.wait_until(lambda: server.get("/ready").status_code == 503)
             refused = server.post(COMPLETION, ONE)

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Running, keys_file, running
 from test_chaos import Client, asks, ended_well
 
-from mostly_long import TIMES
+from mostly_long import TIMES, mostly_long
 from tiny import make_tiny_model
 
 COMPLETION = "/v1/completions"
@@ -67,7 +67,11 @@ def pair(tiny_model: Path) -> Iterator[Running]:
         yield found
 
 
-def test_a_conversation_goes_to_the_replica_that_has_its_prefix_and_answers_are_the_same(pair: Running) -> None:
+@pytest.mark.parametrize("kind", mostly_long(["fakes", "pair"]))
+def test_a_conversation_goes_to_the_replica_that_has_its_prefix_and_answers_are_the_same(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    pair: Running = request.getfixturevalue(kind)
     prompts = [[10 + chat] * 100 for chat in range(6)]
     first = [ask(pair, prompt) for prompt in prompts]
     for turn in range(1, 4):
@@ -91,7 +95,11 @@ def ask(server: Running, prompt: list[int], **more: Any) -> Any:
     return reply.json()
 
 
-def test_the_state_of_a_request_and_all_caches_are_reached_wherever_they_are(pair: Running) -> None:
+@pytest.mark.parametrize(("kind", "tokens"), mostly_long([("fakes", 80), ("pair", 400)]))
+def test_the_state_of_a_request_and_all_caches_are_reached_wherever_they_are(
+    request: pytest.FixtureRequest, kind: str, tokens: int
+) -> None:
+    pair: Running = request.getfixturevalue(kind)
     ask(pair, [7] * 200)
     ask(pair, [8] * 200)
     assert pair.post("/reset_prefix_cache").json()["blocks"] >= 2 * (200 // 16)
@@ -100,7 +108,9 @@ def test_the_state_of_a_request_and_all_caches_are_reached_wherever_they_are(pai
     with ThreadPoolExecutor(4) as threads:
         long = [
             threads.submit(
-                pair.post, COMPLETION, {"prompt": [9], "max_tokens": 400, "ignore_eos": True, "request_id": f"long-{n}"}
+                pair.post,
+                COMPLETION,
+                {"prompt": [9], "max_tokens": tokens, "ignore_eos": True, "request_id": f"long-{n}"},
             )
             for n in range(4)
         ]

@@ -13,6 +13,7 @@ from running import Running, refused, running
 
 import chairlift
 from chairlift.serving.routes import ROUTES
+from mostly_long import mostly_long
 from tiny import CHAT_TEMPLATE
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -235,7 +236,7 @@ def test_a_path_without_v1_or_with_one_too_many_gets_a_hint(
     assert meant in error["message"]
 
 
-@pytest.mark.parametrize("form", ["json", "words"])
+@pytest.mark.parametrize("form", mostly_long(["json", "words"]))
 def test_the_log_says_why_a_request_was_refused_in_one_line(tiny_model: Path, form: str) -> None:
     with running(tiny_model, "--log-format", form, fake=True) as server:
         server.post(COMPLETION, {"prompt": "x", "documents": [{"a": 1}]})

@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Running]:
+def drafting(tiny_model: Path) -> Iterator[Running]:
     with running(tiny_model, "--kv-tokens", "8192", "--speculation", "ngram") as started:
         yield started
         started.wait_until(started.is_idle)
@@ -45,36 +45,37 @@ def ask(server: Running, letters: list[int], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_prediction_is_drafted_and_counted_and_changes_no_answer(server: Running, letters: list[int]) -> None:
-    plain = ask(server, letters, cache_salt="one", n=1)
+def test_a_prediction_is_drafted_and_counted_and_changes_no_answer(drafting: Running, letters: list[int]) -> None:
+    plain = ask(drafting, letters, cache_salt="one", n=1)
     text = plain["choices"][0]["message"]["content"]
-    before = server.metric("spec_decode_num_drafts_total")
+    before = drafting.metric("spec_decode_num_drafts_total")
     for number, form in enumerate((text, [{"type": "text", "text": text[:10]}, {"type": "text", "text": text[10:]}])):
         predicted = {"type": "content", "content": form}
         # A salt of its own: the answer before is not found by any other.
-        found = ask(server, letters, cache_salt=f"other {number}", prediction=predicted)
+        found = ask(drafting, letters, cache_salt=f"other {number}", prediction=predicted)
         assert found["choices"][0]["message"]["content"] == text
         details = found["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] > 20, "almost all of it"
         assert details["rejected_prediction_tokens"] <= 3 * MAX_DRAFTS
         assert found["usage"]["completion_tokens"] == 64
-    server.wait_until(lambda: server.metric("spec_decode_num_drafts_total") > before)
+    drafting.wait_until(lambda: drafting.metric("spec_decode_num_drafts_total") > before)
     accepted = [
-        server.metric("spec_decode_num_accepted_tokens_per_pos_total", position=str(place + 1)) for place in range(8)
+        drafting.metric("spec_decode_num_accepted_tokens_per_pos_total", position=str(place + 1)) for place in range(8)
     ]
     drafted = [
-        server.metric("spec_decode_num_draft_tokens_per_pos_total", position=str(place + 1)) for place in range(8)
+        drafting.metric("spec_decode_num_draft_tokens_per_pos_total", position=str(place + 1)) for place in range(8)
     ]
     assert drafted == sorted(drafted, reverse=True) and accepted == sorted(accepted, reverse=True)
     assert all(a <= d for a, d in zip(accepted, drafted, strict=True)) and accepted[0] > 0
 
 
-def test_a_streamed_answer_with_several_tokens_a_step_is_the_same_text(server: Running, letters: list[int]) -> None:
-    whole = ask(server, letters, cache_salt="streamed")
+@pytest.mark.long
+def test_a_streamed_answer_with_several_tokens_a_step_is_the_same_text(drafting: Running, letters: list[int]) -> None:
+    whole = ask(drafting, letters, cache_salt="streamed")
     again = {"type": "content", "content": whole["choices"][0]["message"]["content"]}
     stream = {"stream": True, "stream_options": {"include_usage": True}, "prediction": again, "cache_salt": "x"}
     body = {"messages": [{"role": "user", "content": "Say it"}], "temperature": 0, "max_tokens": 64, "ignore_eos": True}
-    reply = server.post(CHAT, {**body, "allowed_token_ids": letters, **stream})
+    reply = drafting.post(CHAT, {**body, "allowed_token_ids": letters, **stream})
     assert reply.status_code == 200
     chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
     text = "".join(

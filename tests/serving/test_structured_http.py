@@ -248,7 +248,7 @@ REASONS = (
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def reasoner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = make_tiny_model(tmp_path_factory.mktemp("thinker") / "llama", max_position_embeddings=1024)
     (folder / "chat_template.jinja").write_text(REASONS)
     with running(folder, "--kv-tokens", "4096") as started:
@@ -258,7 +258,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("opens", [False, True])
-def test_reasoning_is_bounded_and_the_answer_behind_it_matches(thinker: Running, opens: bool, stream: bool) -> None:
+def test_reasoning_is_bounded_and_the_answer_behind_it_matches(reasoner: Running, opens: bool, stream: bool) -> None:
     body = {
         "messages": TALK,
         "chat_template_kwargs": {"opens": opens},
@@ -270,7 +270,7 @@ def test_reasoning_is_bounded_and_the_answer_behind_it_matches(thinker: Running,
     }
     seen = 0
     for seed in range(4):
-        reply = thinker.post(CHAT, {**body, "seed": seed})
+        reply = reasoner.post(CHAT, {**body, "seed": seed})
         assert reply.status_code == 200, reply.text
         content, reasoning, reason, used = read_reply(reply.text if stream else reply.json())
         seen += bool(reasoning)
@@ -301,7 +301,12 @@ def read_reply(found: Any) -> tuple[str, str, str | None, dict[str, Any]]:
 
 
 def test_reasoning_is_left_out_if_asked(thinker: Running) -> None:
-    body = {"messages": TALK, "chat_template_kwargs": {"opens": True}, "max_thinking_tokens": 5, "max_tokens": 40}
+    body = {
+        "messages": TALK,
+        "chat_template_kwargs": {"enable_thinking": True},
+        "max_thinking_tokens": 5,
+        "max_tokens": 40,
+    }
     shown = thinker.post(CHAT, {**body, "seed": 1}).json()["choices"][0]["message"]
     hidden = thinker.post(CHAT, {**body, "seed": 1, "include_reasoning": False}).json()["choices"][0]["message"]
     assert shown["reasoning"] and "reasoning" not in hidden and hidden["content"] == shown["content"]

@@ -280,15 +280,16 @@ def test_a_large_reply_says_what_small_ones_say(scoring: Running) -> None:
             assert [entry["rank"] for entry in ours.values()] == [entry["rank"] for entry in theirs.values()]
 
 
-def test_log_probabilities_of_all_requests_under_way_are_bounded(scoring: Running) -> None:
+def test_log_probabilities_of_all_requests_under_way_are_bounded(thinker: Running) -> None:
     body = {"prompt": [9], "n": 8, "logprobs": 64, "max_tokens": 1000, "ignore_eos": True, "timeout": 0.5}
-    replies = attack(scoring, COMPLETION, *[body] * 6)
+    before = thinker.metric("requests_refused_total", reason="too_many_logprobs")
+    replies = attack(thinker, COMPLETION, *[body] * 6)
     assert sorted(reply.status_code for reply in replies) == [408, 408, 408, 408, 429, 429]
     refused = next(reply for reply in replies if reply.status_code == 429)
     assert refused.json()["error"]["code"] == "too_many_logprobs"
     assert int(refused.headers["retry-after"]) >= 1
-    assert scoring.metric("requests_refused_total", reason="too_many_logprobs") == 2
-    assert scoring.post(COMPLETION, body).status_code == 408, "those that have ended are not counted"
+    assert thinker.metric("requests_refused_total", reason="too_many_logprobs") == before + 2
+    assert thinker.post(COMPLETION, body).status_code == 408, "those that have ended are not counted"
 
 
 def encoded(prompt: int, **params: Any) -> EncodedPrompt:

@@ -211,7 +211,7 @@ def test_a_process_that_was_killed_is_replaced_and_its_job_is_done_again_once(
 
 def test_a_short_job_waits_for_no_long_one(tokenizer: Tokenizer) -> None:
     async def use(pool: TextPool) -> None:
-        long = [asyncio.create_task(pool.do(Encode(["x y z " * 100_000], Room(1 << 30)))) for _ in range(3)]
+        long = [asyncio.create_task(pool.do(Encode(["x y z " * 50_000], Room(1 << 30)))) for _ in range(3)]
         await asyncio.sleep(0)
         await pool.do(JOBS["a conversation"])
         assert not any(task.done() for task in long)

@@ -26,6 +26,7 @@ from chairlift.simulation.replica import Hardware
 from chairlift.simulation.run import SERIES, Outlook, Simulation
 from chairlift.simulation.statistics import Histogram, Series
 from chairlift.traffic.query import Query
+from mostly_long import mostly_long
 
 COST = Cost(fixed=0.002, weights=0.003, token=1e-4, context=1e-7, pair=1e-8, sample=1e-5)
 
@@ -50,7 +51,7 @@ def test_a_request_alone_takes_the_time_of_its_steps(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "fair", "deadline", "longest-prefix", "multibin", "priority"])
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", mostly_long([3, 1]))
 def test_every_request_ends_with_all_its_tokens(policy: str, replicas: int) -> None:
     r = random.Random(7)
     queries = [
@@ -149,11 +150,15 @@ def test_the_command_prints_tables_and_writes_numbers(tmp_path: Path) -> None:
         (["--json", "."], "it is a folder"),
     ],
 )
-def test_wrong_options_are_one_line(tmp_path: Path, options: list[str], why: str) -> None:
+def test_a_wrong_option_is_one_line(tmp_path: Path, options: list[str], why: str) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "prompt_tokens": 4, "output_tokens": 2}')
     result = CliRunner().invoke(app, ["simulate", str(trace), *options])
     assert result.exit_code != 0 and isinstance(result.exception, ChairliftError) and why in str(result.exception)
+
+
+def test_a_wrong_workload_is_one_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
     result = CliRunner().invoke(app, ["simulate", "nothing"])
     assert "there is no workload 'nothing': use halves, " in str(result.exception)
     result = CliRunner().invoke(app, ["simulate", str(tmp_path / "nothing.csv")])

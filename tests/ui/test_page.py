@@ -208,6 +208,7 @@ def test_the_playground_answers_by_a_schema_and_with_calls_and_goes_on(browser: 
         visit.check(host_of(server))
 
 
+@pytest.mark.long
 def test_the_token_that_ends_an_answer_is_not_shown_as_text(browser: Any, server: Running) -> None:
     with visiting(browser, server.url) as visit:
         page = visit.page
@@ -221,6 +222,7 @@ def test_the_token_that_ends_an_answer_is_not_shown_as_text(browser: Any, server
         assert json.loads(page.locator(".answer .text").inner_text()) == "🎈 done"
 
 
+@pytest.mark.long
 def test_the_playgrounds_request_can_be_copied_as_a_command_and_as_a_program(browser: Any, server: Running) -> None:
     with visiting(browser, server.url, permissions=["clipboard-read", "clipboard-write"]) as visit:
         visit.page.click("#playground-toggle")
