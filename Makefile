@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 
 WORKERS ?= 2
 # A file's tests stay in one process, since they share servers and models; tests/conftest.py says which files begin.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Bytecode files are written even where the environment says not to: plugins, tests and servers would compile each time.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve chat test test-all check bench clean
 
@@ -22,7 +23,7 @@ test: $(VENV)/.dev
 # here, and a deadline may pass for want of one. What fails twice is a failure.
 test-all: $(VENV)/.dev
 	@$(PYTEST) -m '' || { [ $$? = 1 ] && echo "failed tests, once more, one at a time:" && \
-	  $(BIN)/python -m pytest -m '' --last-failed --last-failed-no-failures none; }
+	  PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m '' --last-failed --last-failed-no-failures none; }
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check src tests benchmarks

@@ -5,12 +5,9 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
 from tiny import make_tiny_model
 
@@ -27,8 +24,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # `make test &` starts with SIGINT ignored, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # its core is its own; the servers that tests start choose for themselves
-    torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare torch, but not in the process that only hands tests out: the import takes 3 s."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if config.getoption("numprocesses", None) and not is_worker:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run on the CPU
+    if is_worker:  # its core is its own; the servers that tests start choose for themselves
+        torch.set_num_threads(1)
+
 
 # The files that take longest, begun first, so that at the end no process waits for another's last file.
 LONGEST = (
@@ -54,6 +62,41 @@ LONGEST = (
     "test_scheduling.py",
     "test_explaining.py",
 )
+
+# Files that share a server (tests/serving/conftest.py) run in one process, or each process would start one.
+SHARING = {
+    **dict.fromkeys(
+        (
+            "test_bad_bodies.py",
+            "test_best_of.py",
+            "test_fields.py",
+            "test_no_token_left.py",
+            "test_openai_client.py",
+            "test_routes.py",
+            "test_speculation_http.py",
+        ),
+        "server",
+    ),
+    **dict.fromkeys(
+        ("test_messages.py", "test_responses.py", "test_structured_http.py", "test_text_bounds.py"), "thinker"
+    ),
+    **dict.fromkeys(("test_apis.py", "test_openai_leaving.py"), "slow"),
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file in one process, as `--dist loadfile` does, and those of files that share a server."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class SharedScheduling(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return SHARING.get(Path(file).name, file)
+
+    return SharedScheduling(config, log)
 
 
 # Minutes in which long tests may begin, so that CI ends on a slow machine too; the summary says how many did not.

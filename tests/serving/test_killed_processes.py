@@ -22,7 +22,6 @@ ONE = {"prompt": "Hello", "max_tokens": 1}
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_a_tenant_s_limits_hold_over_all_http_processes(tiny_model: Path, tmp_path: Path) -> None:
     keys = keys_file(tmp_path, bob="max_concurrent = 4", carol="tokens_per_minute = 20")
     flags = ("--api-workers", "2", "--api-keys", keys, "--log-level", "error")
