@@ -69,6 +69,7 @@ SHARING = {
         (
             "test_bad_bodies.py",
             "test_best_of.py",
+            "test_chaos.py",
             "test_fields.py",
             "test_no_token_left.py",
             "test_openai_client.py",

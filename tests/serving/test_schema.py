@@ -40,13 +40,7 @@ def generate(server: Running, examples: int, *only: str) -> subprocess.Popen[str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("examples", "least"),
-    [
-        pytest.param(1, 150, id="some"),
-        pytest.param(250, 2_000, id="many"),
-    ],
-)
+@pytest.mark.parametrize(("examples", "least"), [pytest.param(250, 2_000, id="many")])  # to try it: 1 and 150
 def test_no_generated_request_breaks_the_server(tiny_model: Path, examples: int, least: int) -> None:
     # Short answers: most of the time was decoding.
     with running(tiny_model, "--log-level", "error", "--max-waiting", "1000", "--max-length", "64") as server:
