@@ -11,11 +11,6 @@ import pytest
 
 from tiny import make_tiny_model
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import make_faster
-
-    make_faster()
-
 # Where bytecode files are switched off, each process that a test starts would compile all our modules: 2 s a server.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -34,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run on the CPU
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreter import make_faster
+
+        make_faster()
     if is_worker:  # its core is its own; the servers that tests start choose for themselves
         torch.set_num_threads(1)
 
