@@ -150,6 +150,7 @@ def test_pull_prints_where_the_model_lies(tiny_model: Path) -> None:
     assert chairlift("pull", str(tiny_model)).stdout == f"{tiny_model}\n"
 
 
+@pytest.mark.long
 def test_chat_answers_the_lines_of_a_pipe(tiny_model: Path) -> None:
     lines = ["Hi", "", "/nonsense", "And you?", "/reset", "Hi", "/help", "/quit", "never read"]
     asked = ("chat", "--model", str(tiny_model), "--temperature", "0", "--max-tokens", "10", "--system", "Ski!")

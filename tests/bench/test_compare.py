@@ -225,6 +225,7 @@ def test_a_preempted_request_has_two_stays_and_its_full_length(model: str, preem
     check_slots(run, slots=4)
 
 
+@pytest.mark.long
 def test_a_request_held_for_others_tokens_is_timed_from_its_submission(model: str) -> None:
     queries = [*few(20, 20), Query([2] * 100, 4, after_tokens=10)]
     mix = Mix("joins", queries, 32, lengths_are_known=False)

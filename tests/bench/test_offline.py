@@ -79,6 +79,7 @@ def test_other_engines_are_compared_only_with_greedy_answers(tiny_model: Path) -
         run_offline(replace(benchmark, temperature=0.6))
 
 
+@pytest.mark.long
 def test_a_request_that_cannot_be_served_is_a_one_line_error(tiny_model: Path) -> None:
     benchmark = Benchmark(str(tiny_model), {}, Workload.of("long", [[1] * 600], [1]))
     with pytest.raises(ChairliftError, match="the prompt has 600 tokens and the context holds 512"):

@@ -155,7 +155,7 @@ def test_forks_beams_and_sampling_are_those_of_one_rank(
     assert got == answers(LLM(str(tiny_model), progress=False, **settings), prompts, params)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", mostly_long([True, False]))
 def test_grammars_and_logits_processors_run_on_rank_0_alone(two: Ranks, tiny_model: Path, overlap: bool) -> None:
     def favour(_prompt: list[int], _output: list[int], logits: torch.Tensor) -> torch.Tensor:
         assert logits.shape[-1] == 384

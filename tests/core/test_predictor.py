@@ -266,6 +266,7 @@ def test_whatever_was_learned_a_prediction_is_from_1_to_the_limit(name: str, ser
         predictor.learn(request, length)
 
 
+@pytest.mark.long
 def test_hostile_prompts_take_no_more_memory_than_the_tables_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKETS", 64)
     monkeypatch.setattr(module, "REMEMBERED", 64)

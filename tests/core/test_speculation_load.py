@@ -79,7 +79,8 @@ def durations(way: str, acceptance: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("acceptance", [pytest.param(0.1, marks=pytest.mark.long), 0.75])
+@pytest.mark.long
+@pytest.mark.parametrize("acceptance", [0.1, 0.75])
 def test_it_is_near_the_best_of_off_and_fixed_numbers_in_every_phase(acceptance: float) -> None:
     off, chosen = durations("off", acceptance), durations("chosen", acceptance)
     fixed = [durations(str(count), acceptance) for count in (1, 3, 5)]

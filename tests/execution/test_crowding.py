@@ -86,6 +86,7 @@ def test_a_process_that_starts_later_is_detected_at_once() -> None:
     assert machine.run(0.6)[-1] == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's scheduler statistics")
 def test_the_run_delay_of_a_thread_that_shares_its_core_is_measured() -> None:
     script = (

@@ -169,6 +169,7 @@ async def _kill_under_load(server: Running) -> float:
     return took
 
 
+@pytest.mark.long
 def test_clients_that_retry_at_once_are_slowed_down_while_the_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
     absent, seconds, clients = tmp_path / "absent", 1.0, 12
     with (

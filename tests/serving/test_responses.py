@@ -132,6 +132,7 @@ def test_log_probabilities_are_those_of_the_chat_completion(client: OpenAI) -> N
     assert [entry.model_dump() for entry in events[-1].response.output[0].content[0].logprobs] == wanted
 
 
+@pytest.mark.long
 def test_many_log_probabilities_are_written_by_a_text_process_and_streamed_only_once(client: OpenAI) -> None:
     params: Any = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "max_output_tokens": 300}
     scores = {"logprobs": True, "top_logprobs": 20, "max_tokens": 300}

@@ -58,6 +58,7 @@ def test_a_long_run_is_thinned_out_and_keeps_every_request(tmp_path: Path, monke
     assert count(own["events"], "admit") == count(own["events"], "end") == 60
 
 
+@pytest.mark.long
 def test_a_comparison_records_one_run_of_each_cell(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny_model), "--requests", "6", "--prompt-tokens", "4..8", "--output-tokens", "2..9")
     found = recorded(tmp_path / "run.jsonl", "compare", "--workload", "uniform", "--repeat", "2", *flags)

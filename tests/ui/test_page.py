@@ -178,6 +178,7 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "greet", "parameters": SCHEMA, "strict": True}}
 
 
+@pytest.mark.long
 def test_the_playground_answers_by_a_schema_and_with_calls_and_goes_on(browser: Any, server: Running) -> None:
     with visiting(browser, server.url) as visit:
         page = visit.page
