@@ -228,7 +228,7 @@ def test_random_events_break_no_promise(overlap: bool, size: int, record_propert
     record_property("core events", seen["events"])
     assert seen["events"] >= size * WALKS * EVENTS_A_WALK
     # All that is meant to be tested did happen, and often; a few walks may miss what is rare.
-    assert size == 1 or min(seen.values()) > 200, str(seen)
+    assert size == 1 or min(seen.values()) > 100, str(seen)
 
 
 class Life(RuleBasedStateMachine):

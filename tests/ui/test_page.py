@@ -391,7 +391,7 @@ def test_another_recording_of_an_engine_with_the_same_name_replaces_what_was_sho
         for file, last in zip(files, (39, 59), strict=True):
             visit.page.set_input_files("#file", file)
             visit.until(f"histories[0]?.model === 'm' && histories[0].cursor === {last}")
-            visit.until(f"document.querySelector('canvas.lanes').ariaLabel.includes('step {last}:')")
+            visit.until(f"document.querySelector('canvas.lanes').ariaLabel?.includes('step {last}:')")
         assert visit.page.locator("canvas.lanes").count() == visit.page.locator("canvas.map").count() == 1
         assert visit.complaints == []
 
