@@ -227,8 +227,8 @@ def test_random_events_break_no_promise(overlap: bool, size: int, record_propert
     go()
     record_property("core events", seen["events"])
     assert seen["events"] >= size * WALKS * EVENTS_A_WALK
-    # All that is meant to be tested did happen, and more than once; a few walks may miss what is rare.
-    assert size == 1 or min(seen.values()) > 20, str(seen)
+    # All that is meant to be tested did happen; a few walks may miss what is rare.
+    assert size == 1 or all(seen.values()), str(seen)
 
 
 class Life(RuleBasedStateMachine):

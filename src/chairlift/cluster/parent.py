@@ -23,7 +23,7 @@ def watch_parent() -> None:
     """End this process soon after the one that started it, from a thread.
 
     For actors: a raylet starts them from threads that may end before it does, which `die_with_parent` would take for
-    the raylet's end; and an actor whose raylet has been killed goes on while it awaits something.
+    the raylet's end; and an actor runs on after its raylet has been killed, while it awaits something.
     """
 
     def watch(parent: int) -> None:

@@ -147,7 +147,7 @@ def with_settings(command: Command, groups: tuple[str, ...] = ("model", "cache",
     return _gather(command, [*flags, shown], "settings", settings)
 
 
-@functools.cache  # each command needs them, and evaluating them for each took 0.3 s of every start
+@functools.cache  # each command needs them, and evaluating them takes long
 def _kinds(group: str) -> dict[str, Any]:
     """Return the types of a group's settings."""
     return get_type_hints(type(getattr(Settings(), group)))

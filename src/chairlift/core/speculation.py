@@ -7,6 +7,7 @@ first draft, the first two, and so on; the number with the most expected tokens 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from chairlift.core.drafting import GRADES, MAX_DRAFTS, NOTHING, Drafter, Proposal
@@ -31,7 +32,6 @@ _LONGEST_REST = 9
 # A trial checks drafts that are predicted to be slower than none by this share or less, since the prediction may be
 # wrong; by a smaller one after each trial without a gain.
 _TRIAL_LOSS, _TRIAL_LOSS_FALLS = 0.25, 0.75
-_REGIMES = 24  # batches of 2 ** 23 sequences and more share the last
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Speculation:
         self.max_drafts = max_drafts
         self._most = most  # drafts in a step
         self.fixed: int | None = None  # drafts of every check, in experiments only
-        self._regimes = [Regime() for _ in range(_REGIMES)]  # by the bits of the number of decodes
+        self._regimes: defaultdict[int, Regime] = defaultdict(Regime)  # by the bits of the number of decodes
         self._draft_times = draft_times  # of one pass of a draft model, by the number of sequences
         self._hits = [0.0] * GRADES
         self._tries = [0.0] * GRADES
@@ -197,16 +197,15 @@ class Speculation:
         return count
 
     def _regime(self, decodes: int) -> Regime:
-        return self._regimes[min(decodes.bit_length(), _REGIMES - 1)]
+        return self._regimes[decodes.bit_length()]
 
     def overhead(self, decodes: int) -> float:
         """Return the seconds that a step with drafts takes beside its pass and its drafting."""
         found = self._regime(decodes).overhead
         if found is None:  # that of the batch size next to it
             bits = decodes.bit_length()
-            known = [
-                (abs(each - bits), of.overhead) for each, of in enumerate(self._regimes) if of.overhead is not None
-            ]
+            regimes = self._regimes.items()
+            known = [(abs(each - bits), of.overhead) for each, of in regimes if of.overhead is not None]
             found = min(known, default=(0, 0.0))[1]
         return found
 

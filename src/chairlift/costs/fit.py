@@ -2,7 +2,7 @@
 
 Two forms are fitted by relative error: first the analytic one, which schedulers use, then a curve over the number of
 tokens in place of its linear layers, pulled to the analytic form where there are few steps. The curve is needed because
-steps of 1, 2, 4 or 16 tokens have kernels of their own, whose times no root of a sum of squares fits.
+steps of 1, 2, 4 or 16 tokens have kernels of their own: no root of a sum of squares fits the times of all.
 """
 
 from __future__ import annotations

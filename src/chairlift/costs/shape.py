@@ -32,7 +32,7 @@ def shape_of(model: str, bits: int = 16, kv_dtype: str = "auto") -> Shape:
 
 
 def ranks_of(model: str, counts: Sequence[int]) -> list[int]:
-    """Return those of `counts` over whose ranks a model can be divided; the server's SettingsError if there is none."""
+    """Return the numbers of ranks in `counts` that a model can be divided among; a SettingsError if there is none."""
     config = _config(model)
     found = [count for count in counts if divides(config, count)]
     if not found:

@@ -40,7 +40,7 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")  # servers other than ours may end
 _CREATED, _BEFORE_TEXT = b"event: response.created", 2
 # How a stream begins that has an error as its first event: of chats and completions, messages, and responses.
 _FAILED_STREAMS = (b'data: {"error"', b"event: error", _CREATED)
-# Paths whose prompts another server may compute: all others, such as /tokenize, have none that is decoded.
+# Paths with prompts that another server may compute; other paths, such as /tokenize, only count or split them.
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _UNAVAILABLE = (b"service_unavailable", b"overloaded_error")
 _NO_MODEL = (b'"model_not_found"', b'"not_found_error"')
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether neither text nor an error has arrived, in a stream whose first events say only that it has begun."""
+        """Whether no text or error has arrived yet, in a stream with first events that only mark its beginning."""
         first = self.first
         if not self.is_stream or first[: len(_CREATED)] != _CREATED[: len(first)] or len(first) >= _EVENT:
             return False

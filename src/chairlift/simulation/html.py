@@ -69,14 +69,11 @@ def _plots(summary: dict[str, Any], outlook: Outlook) -> list[str]:
     limits = {f"{_NAMES[name]} target": limit for name, limit in targets.items()}
     rows = [series.rows() for series in outlook.series]
     waiting = _over_time(rows, "waiting")
+    waits = any(count for line in waiting.values() for _, count in line)
     return [
         chart("Latency by share of requests", "ms", shares, x_label="% of requests", is_log=True, limits=limits),
         chart("Batch: sequences that run", "sequences", _over_time(rows, "running")),
-        *(
-            [chart("Requests that wait", "sequences", waiting)]
-            if any(y for line in waiting.values() for _, y in line)
-            else []
-        ),
+        *([chart("Requests that wait", "sequences", waiting)] if waits else []),
         chart("KV cache in use", "%", _over_time(rows, "kv", 100)),
         chart("Prompt tokens of a step", "tokens", _over_time(rows, "prompt_tokens")),
         chart("Sampled tokens of a step", "tokens", _over_time(rows, "decodes")),

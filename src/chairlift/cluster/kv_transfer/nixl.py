@@ -1,7 +1,7 @@
 """NIXL: slots of a receiver on another host that a sender writes with RDMA, through UCX.
 
 Both ends need the package nixl, and a transport of UCX other than TCP: on its TCP port UCX writes and reads any address
-of the process for anyone who connects. UCX's own variable UCX_TLS can allow TCP all the same. Each connection has an
+of the process for any other process that connects. UCX's own variable UCX_TLS can allow TCP all the same. Each connection has an
 agent of its own, which ends with it.
 """
 
