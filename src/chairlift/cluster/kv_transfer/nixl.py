@@ -1,8 +1,8 @@
 """NIXL: slots of a receiver on another host that a sender writes with RDMA, through UCX.
 
 Both ends need the package nixl, and a transport of UCX other than TCP: on its TCP port UCX writes and reads any address
-of the process for any other process that connects. UCX's own variable UCX_TLS can allow TCP all the same. Each connection has an
-agent of its own, which ends with it.
+of the process for any other process that connects. UCX's own variable UCX_TLS can allow TCP all the same. Each
+connection has an agent of its own, which ends with it.
 """
 
 from __future__ import annotations
